@@ -1,0 +1,57 @@
+"""Attention over the paged KV pool: what every backend is told and what it must answer.
+
+The pool of one layer is ``[2, num_blocks, num_kv_heads, block_size, head_dim]`` (index 0 keys,
+1 values). Heads lie outside the tokens of a block so that one (block, head) tile is contiguous,
+which is what a CPU gather and a GPU tile load both want.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """The flat batch of a step as attention sees it, built once and shared by all layers.
+
+    Row r owns query tokens ``query_start_loc[r] : query_start_loc[r + 1]``; they are the last of
+    its ``seq_lens[r]`` tokens, whose KV lies in the blocks ``block_table[r]``.
+    """
+
+    query_start_loc: torch.Tensor  # [num_rows + 1] int32
+    seq_lens: torch.Tensor  # [num_rows] int32, KV tokens including this step's
+    block_table: torch.Tensor  # [num_rows, max_blocks] int32
+    slot_mapping: torch.Tensor  # [num_tokens] int64, block_id * block_size + offset; -1: padding
+    max_query_len: int
+    max_seq_len: int
+    plan: Any = None  # a backend's own precomputed work, see AttentionBackend.plan
+
+
+class AttentionBackend(Protocol):
+    """Three methods and a fact; ``torch_blockwise`` is the executable specification."""
+
+    supports_cuda_graph: bool
+
+    def build_metadata(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> AttentionMetadata:
+        """Plan a step once, on the batch's index tensors (shapes as in AttentionMetadata)."""
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        kv_cache: torch.Tensor,  # [2, num_blocks, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Causal attention of every row over its blocks; this step's KV is already in the pool.
+        Query head h reads KV head ``h // (num_heads // num_kv_heads)``."""
+        ...

@@ -1,0 +1,200 @@
+"""Everything that crosses a process or the line between core and worker, and nothing else.
+
+Client ⇄ engine: :class:`AddRequest`, :class:`AbortRequests`, :class:`Shutdown` one way;
+:class:`LoadProgress`, :class:`EngineReady`, :class:`StepOutputs`, :class:`EngineDead` back.
+Core → worker: :class:`SchedulerOutput`; worker → core: :class:`ModelRunnerOutput`.
+Only ids and numbers travel, never text or tensors. Times are ``time.monotonic()`` seconds, which
+all processes of one host share.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from pageserve.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+# --- client → engine ------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True, gc=False):
+    """A tokenised request. ``request_id`` is the server's own and unique; lower ``priority`` runs
+    first; ``cache_salt`` keeps its prefix-cache blocks apart from other salts'."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False):
+    """Forget these requests wherever they are; unknown and finished ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False):
+    """Finish the current step, free everything and exit 0."""
+
+
+EngineRequest = AddRequest | AbortRequests | Shutdown
+
+
+# --- engine → client ------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log probabilities of one sampled token: its own and the k best, best first, ties by id."""
+
+    token_id: int
+    logprob: float
+    top_token_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class RequestOutput(msgspec.Struct, array_like=True, gc=False):
+    """What one step released for one request. Exactly one output per request has a
+    ``finish_reason``. ``stop_reason`` is the id of ``stop_token_ids`` that ended it, if one did;
+    ``error`` says what went wrong when ``finish_reason`` is ``error``. ``scheduled_time`` is when
+    the request first ran."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    new_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    scheduled_time: float = 0.0
+    error: str | None = None
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """Gauges (now) and counters (since start, names ending in ``_total``) of the scheduler."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0  # includes blocks that only the prefix cache holds
+    num_cached_blocks: int = 0  # free blocks that still answer prefix look-ups
+    num_shared_blocks: int = 0  # blocks with more than one reference
+    num_used_blocks: int = 0  # blocks held by live requests
+    peak_used_blocks: int = 0
+    used_slots: int = 0  # token slots that hold a token, of num_used_blocks * block_size
+    num_scheduled_tokens: int = 0  # of the last step
+    prefix_cache_queries_total: int = 0  # tokens
+    prefix_cache_hits_total: int = 0  # tokens
+    preemptions_total: int = 0
+    steps_total: int = 0
+
+
+class StepOutputs(msgspec.Struct, tag="step", array_like=True, gc=False):
+    """One message a step for all requests."""
+
+    outputs: list[RequestOutput]
+    stats: SchedulerStats
+
+
+class LoadProgress(msgspec.Struct, tag="loading", array_like=True, gc=False):
+    """How far start-up is: a phase name and ``done`` of ``total`` (bytes or 0 of 0)."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+class EngineReady(msgspec.Struct, tag="ready", array_like=True, gc=False):
+    """Facts of the loaded engine that the API needs."""
+
+    max_model_len: int
+    vocab_size: int  # rows of the model's head; ids from the tokenizer's size up are padding
+    eos_token_ids: list[int]
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    attention_backend: str
+    fingerprint: str
+
+
+class EngineDead(msgspec.Struct, tag="dead", array_like=True, gc=False):
+    """The engine process is going down; ``message`` is one line without paths or stack."""
+
+    message: str
+
+
+EngineMessage = StepOutputs | LoadProgress | EngineReady | EngineDead
+
+
+# --- core → worker → core -------------------------------------------------------------------------
+
+
+class NewRequestData(msgspec.Struct, array_like=True, gc=False):
+    """A request enters a slot of the worker's request table (first time or after preemption).
+
+    ``token_ids`` are all known tokens, prompt first; ``block_ids`` covers the whole block table.
+    """
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int  # 0 … 2**64-1, drawn for the request when it gave none
+
+
+class ScheduledRow(msgspec.Struct, array_like=True, gc=False):
+    """One row of the flat batch: tokens ``[num_computed_tokens, + num_scheduled_tokens)`` of the
+    request in ``slot``. ``samples`` says that the row reaches the request's end, so its last
+    position yields a token. ``new_block_ids`` are appended to the slot's block table (empty for
+    a row whose request entered in this very step)."""
+
+    slot: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    samples: bool
+    new_block_ids: list[int] = []
+
+
+class BlockUpdate(msgspec.Struct, array_like=True, gc=False):
+    """Copy-on-write: entry ``index`` of the slot's block table becomes ``dst_block_id`` after the
+    contents of ``src_block_id`` were copied there (before the step writes)."""
+
+    slot: int
+    index: int
+    src_block_id: int
+    dst_block_id: int
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
+    """A step. Order of effect: ``new_requests``, ``block_updates``, then ``rows``.
+
+    ``rows`` is in batch order; the core keeps the matching request list to itself, the worker
+    never learns a request id."""
+
+    step_id: int
+    new_requests: list[NewRequestData]
+    block_updates: list[BlockUpdate]
+    rows: list[ScheduledRow]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return sum(row.num_scheduled_tokens for row in self.rows)
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
+    """Results of a step, aligned with the rows whose ``samples`` is true, in row order.
+
+    ``sampled_token_ids`` holds one id per such row, -1 where the logits held NaN or every token
+    was masked (that request ends as an internal error). ``logprobs`` has an entry for rows that
+    asked for them, None for the others; the whole list is None if none asked."""
+
+    step_id: int
+    sampled_token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
