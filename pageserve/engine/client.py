@@ -1,0 +1,70 @@
+"""The asyncio side of the engine: requests in, token ids out, one stream per request.
+
+:class:`EngineClient` is what the API needs; :class:`ProcessClient` (process.py) talks to the
+engine process and tests bring a scripted one. :func:`generate` adds text to a stream.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from pageserve.engine.output_processor import OutputProcessor, TextOutput
+from pageserve.messages import (
+    AddRequest,
+    EngineReady,
+    LoadProgress,
+    RequestOutput,
+    SchedulerStats,
+)
+from pageserve.tokenizer import Tokenizer
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process is gone; no request can be served any more."""
+
+
+class EngineClient(Protocol):
+    """An engine as the API sees it. All members may be read at any time."""
+
+    ready: EngineReady | None  # None while loading
+    progress: LoadProgress
+    stats: SchedulerStats
+    dead: str | None  # why the engine is gone, None while it lives
+    busy_since: float | None  # time.monotonic() of the last sign of life while work is pending
+
+    async def start(self) -> None:
+        """Start the engine; return at once, loading goes on in the background."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop the engine and wait until it is gone."""
+        ...
+
+    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+        """Enqueue now and stream outputs, merged when the consumer lags, up to the one with a
+        ``finish_reason``. Closing the iterator aborts. Raises :class:`EngineDeadError`."""
+        ...
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests; each open stream ends with ``finish_reason`` ``abort``."""
+        ...
+
+
+async def generate(
+    client: EngineClient, tokenizer: Tokenizer, request: AddRequest
+) -> AsyncIterator[TextOutput]:
+    """Run one request and yield its text as it is released; the last output is finished.
+
+    A stop string that completes ends the request here and aborts it in the engine.
+    Raises :class:`EngineDeadError`.
+    """
+    processor = OutputProcessor(tokenizer, request.sampling_params)
+    stream = client.submit(request)
+    try:
+        async for output in stream:
+            text = processor.process(output)
+            if text is not None:
+                yield text
+                if text.finish_reason is not None:
+                    return
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]
