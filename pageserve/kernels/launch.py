@@ -1,0 +1,58 @@
+"""Programmatic dependent launch, the tile product, and the small facts that every launcher needs.
+
+A kernel launched with ``launch_pdl`` may start while its predecessor still runs. The rule here:
+a kernel reads constants (weights) at will, calls :func:`pdl_wait` before it touches anything else,
+and only then lets its own successor start. So all kernels but the direct predecessor are complete
+when a kernel starts, and all are once it has waited.
+"""
+
+import functools
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+@triton.jit
+def dot(a, b):
+    """Return the float32 product of two tiles, float32 operands at full precision."""
+    if INTERPRETED:  # its numpy has no bfloat16 product
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until all earlier kernels are complete, then allow the next one to start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Return the launch options of a kernel that follows the rule above, for ``device``."""
+    if INTERPRETED or device.type != "cuda" or os.environ.get("PAGESERVE_PDL", "1") == "0":
+        return {"PDL": False}
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Return the number of multiprocessors of ``device`` (4 for the interpreter)."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,524 @@
+"""Linear layers of a few rows, which are a stream of weights: GEMV and skinny GEMM, with fusions.
+
+``weight`` is [N, K] row-major as in ``torch.nn.Linear``. What surrounds the product costs a launch
+of its own in a library; here it is folded in: the RMSNorm of the input, the bias, the residual
+addition, and SiLU·mul of a fused gate-up weight [2I, K].
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from pageserve.kernels.activation import silu_mul
+from pageserve.kernels.launch import INTERPRETED, check, dot, num_sms, pdl_options, pdl_wait
+from pageserve.kernels.rms_norm import rms_norm
+
+MAX_GEMV_ROWS = 4
+MAX_SKINNY_ROWS = 64
+
+
+class GemvConfig(NamedTuple):
+    """Outputs and columns of a program's tile, and its warps."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+class SkinnyConfig(NamedTuple):
+    """Outputs and columns of a tile, parts of K, warps and pipeline stages."""
+
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _load_weight(
+    w_ptr, n, k, N, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Return the tile [n, k] of the weight [N, K]; it is read once, so it need not stay cached."""
+    pointers = w_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(pointers, eviction_policy="evict_first")
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _finish(
+    total, n, row, mask, bias_ptr, residual_ptr, out_ptr, residual_stride, N,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Add bias and residual to float32 outputs, round once before the residual, and store."""
+    dtype = out_ptr.dtype.element_ty
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        pointers = residual_ptr + row * residual_stride + n
+        residual = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(dtype).to(tl.float32) + residual
+    tl.store(out_ptr + row * N + n, total.to(dtype), mask=mask)
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,  # [M, K]
+    w_ptr,  # [N, K], or [2N, K] if SILU
+    bias_ptr,  # [N]
+    residual_ptr,  # [M, N]
+    norm_ptr,  # [K]
+    out_ptr,  # [M, N]
+    x_stride,
+    residual_stride,
+    eps,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    # Weights are constants: the first tile is on its way before the input exists.
+    weight = _load_weight(w_ptr, n, k, N, K, EVEN_N, EVEN_K)
+    up_ptr = w_ptr + tl.cast(N, tl.int64) * K
+    if SILU:
+        up_weight = _load_weight(up_ptr, n, k, N, K, EVEN_N, EVEN_K)
+    pdl_wait(PDL)
+    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        columns = begin + k
+        mask = (row < M)[:, None] & (columns < K)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        current = weight.to(tl.float32)
+        weight = _load_weight(w_ptr, n, columns + BLOCK_K, N, K, EVEN_N, False)
+        acc += x[:, None, :] * current[None, :, :]
+        if SILU:
+            current = up_weight.to(tl.float32)
+            up_weight = _load_weight(up_ptr, n, columns + BLOCK_K, N, K, EVEN_N, False)
+            up += x[:, None, :] * current[None, :, :]
+    total = tl.sum(acc, 2)
+    up_total = tl.sum(up, 2)
+    if NORM:
+        rstd = 1 / tl.sqrt(tl.sum(squares, 1) / K + eps)
+        total *= rstd[:, None]
+        up_total *= rstd[:, None]
+    if SILU:
+        total = total / (1 + tl.exp(-total)) * up_total
+    out_mask = (row < M)[:, None] & (n < N)[None, :]
+    _finish(
+        total, n[None, :], row[:, None], out_mask, bias_ptr, residual_ptr, out_ptr,
+        residual_stride, N, HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gemv_row_kernel(
+    x_ptr,  # [K]
+    w_ptr,  # [N, K], or [2N, K] if SILU
+    bias_ptr,  # [N]
+    residual_ptr,  # [N]
+    norm_ptr,  # [K]
+    out_ptr,  # [N]
+    eps,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SINGLE: tl.constexpr,  # one tile spans K
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The same for one row, with nothing but two-dimensional tiles."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    weight = _load_weight(w_ptr, n, k, N, K, EVEN_N, EVEN_K)
+    up_ptr = w_ptr + tl.cast(N, tl.int64) * K
+    if SILU:
+        up_weight = _load_weight(up_ptr, n, k, N, K, EVEN_N, EVEN_K)
+    if NORM:
+        gain = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    pdl_wait(PDL)
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    if not SINGLE:
+        for begin in range(BLOCK_K, K, BLOCK_K):
+            columns = begin + k
+            next_weight = _load_weight(w_ptr, n, columns, N, K, EVEN_N, EVEN_K)
+            next_x = tl.load(x_ptr + columns, mask=columns < K, other=0.0)
+            if SILU:
+                next_up = _load_weight(up_ptr, n, columns, N, K, EVEN_N, EVEN_K)
+            if NORM:
+                squares += x * x
+                x *= gain.to(tl.float32)
+                gain = tl.load(norm_ptr + columns, mask=columns < K, other=0.0)
+            acc += x[None, :] * weight.to(tl.float32)
+            weight = next_weight
+            if SILU:
+                up += x[None, :] * up_weight.to(tl.float32)
+                up_weight = next_up
+            x = next_x.to(tl.float32)
+    if NORM:
+        squares += x * x
+        x *= gain.to(tl.float32)
+    acc += x[None, :] * weight.to(tl.float32)
+    total = tl.sum(acc, 1)
+    if SILU:
+        up += x[None, :] * up_weight.to(tl.float32)
+        up_total = tl.sum(up, 1)
+    if NORM:
+        rstd = 1 / tl.sqrt(tl.sum(squares) / K + eps)
+        total *= rstd
+        if SILU:
+            up_total *= rstd
+    if SILU:
+        total = total / (1 + tl.exp(-total)) * up_total
+    _finish(
+        total, n, 0, n < N, bias_ptr, residual_ptr, out_ptr, 0, N, HAS_BIAS, HAS_RESIDUAL
+    )  # fmt: skip
+
+
+def gemv_config(n: int, k: int, silu: bool = False) -> GemvConfig:
+    """Return the tile for an [n, k] weight (n outputs; twice the rows if ``silu``)."""
+    if k <= 1024:
+        return GemvConfig(1 if silu else 2, 1024, 4)
+    return GemvConfig(1 if silu else 2, 2048, 4)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    silu: bool = False,
+    config: GemvConfig | None = None,
+) -> torch.Tensor:
+    """Return ``rms_norm(x) @ weight.T + bias + residual`` [M, N] for ``x`` [M, K], M at most 4.
+
+    The norm, ``bias`` [N] and ``residual`` [M, N] are left out where they are None. With ``silu``
+    the weight is [2N, K] and the result ``silu(gate) * up``, without bias. Raises ValueError on
+    more rows.
+    """
+    m, k = x.shape
+    n = weight.shape[0] // 2 if silu else weight.shape[0]
+    check(1 <= m <= MAX_GEMV_ROWS, f"gemv takes 1 to {MAX_GEMV_ROWS} rows, not {m}")
+    check(weight.shape[1] == k and weight.is_contiguous(), "weight must be [N, K] row-major")
+    check(not (silu and bias is not None), "SiLU·mul takes no bias")
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    block_n, block_k, warps = config or gemv_config(n, k, silu)
+    flags: dict[str, Any] = {
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "NORM": norm_weight is not None,
+        "SILU": silu,
+        "EVEN_N": n % block_n == 0,
+        "EVEN_K": k % block_k == 0,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "num_warps": warps,
+        **pdl_options(x.device),
+    }
+    tensors = (x, weight, _or(bias, x), _or(residual, x), _or(norm_weight, x), out)
+    grid = (triton.cdiv(n, block_n),)
+    if m == 1:
+        _gemv_row_kernel[grid](*tensors, eps, n, k, SINGLE=k <= block_k, **flags)
+    else:
+        residual_stride = residual.stride(0) if residual is not None else 0
+        block_m = triton.next_power_of_2(m)
+        _gemv_kernel[grid](
+            *tensors, x.stride(0), residual_stride, eps, m, n, k, BLOCK_M=block_m, **flags
+        )
+    return out
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if tensor is None else tensor
+
+
+# --- skinny GEMM ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,  # [M, K]
+    w_ptr,  # [N, K], or [2N, K] if SILU
+    bias_ptr,  # [N]
+    residual_ptr,  # [M, N]
+    out_ptr,  # [M, N]
+    partial_ptr,  # [SPLIT_K, 1 or 2, M, N] float32
+    counters_ptr,  # [N / BLOCK_N] int32, all zero between launches
+    x_stride,
+    residual_stride,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,  # every part of K is a whole number of tiles
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n_block = tl.program_id(0)
+    part = tl.program_id(1)
+    n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    up_ptr = w_ptr + tl.cast(N, tl.int64) * K
+    length = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
+    pdl_wait(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for begin in range(part * length, tl.minimum(part * length + length, K), BLOCK_K):
+        columns = begin + k
+        weight = _load_weight(w_ptr, n, columns, N, K, EVEN_N, EVEN_K)
+        mask = (row < M)[None, :] & (columns < K)[:, None]
+        x = tl.load(x_ptr + row[None, :] * x_stride + columns[:, None], mask=mask, other=0.0)
+        acc += dot(weight, x)
+        if SILU:
+            up += dot(_load_weight(up_ptr, n, columns, N, K, EVEN_N, EVEN_K), x)
+    mask = (row < M)[None, :] & (n < N)[:, None]
+    last = True
+    if SPLIT_K > 1:
+        tile = partial_ptr + row[None, :] * N + n[:, None]
+        size = M * N * (2 if SILU else 1)
+        tl.store(tile + part * size, acc, mask=mask)
+        if SILU:
+            tl.store(tile + part * size + M * N, up, mask=mask)
+        tl.debug_barrier()
+        done = tl.atomic_add(counters_ptr + n_block, 1, sem="acq_rel", scope="gpu")
+        last = done == SPLIT_K - 1
+        if last:
+            tl.store(counters_ptr + n_block, 0)
+            # In the order of the parts, whoever finished last: the sum is reproducible.
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLIT_K):
+                other_tile = tile + other * size
+                acc += tl.load(other_tile, mask=mask, other=0.0, cache_modifier=".cg")
+                if SILU:
+                    up += tl.load(other_tile + M * N, mask=mask, other=0.0, cache_modifier=".cg")
+    if last:
+        if SILU:
+            acc = acc / (1 + tl.exp(-acc)) * up
+        _finish(
+            acc, n[:, None], row[None, :], mask, bias_ptr, residual_ptr, out_ptr,
+            residual_stride, N, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@functools.cache
+def _zero_counters(device: torch.device) -> torch.Tensor:
+    return torch.zeros(65536, dtype=torch.int32, device=device)
+
+
+def skinny_config(m: int, n: int, k: int, device: torch.device) -> SkinnyConfig:
+    """Return the tiling of an [n, k] weight: enough parts of K to occupy the device."""
+    block_n, block_k = 64, 128
+    blocks = triton.cdiv(n, block_n)
+    split = max(1, min(8, k // (2 * block_k), round(2 * num_sms(device) / blocks)))
+    return SkinnyConfig(block_n, block_k, split, 4, 4)
+
+
+def skinny_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu: bool = False,
+    config: SkinnyConfig | None = None,
+) -> torch.Tensor:
+    """Return what :func:`gemv` does, without norm, for up to 64 rows, on the matrix units.
+
+    Raises ValueError on more rows. Launches on one device must follow each other in one stream.
+    """
+    m, k = x.shape
+    n = weight.shape[0] // 2 if silu else weight.shape[0]
+    check(1 <= m <= MAX_SKINNY_ROWS, f"skinny_gemm takes 1 to {MAX_SKINNY_ROWS} rows, not {m}")
+    check(weight.shape[1] == k and weight.is_contiguous(), "weight must be [N, K] row-major")
+    check(not (silu and bias is not None), "SiLU·mul takes no bias")
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    block_n, block_k, split_k, warps, stages = config or skinny_config(m, n, k, x.device)
+    size = split_k * m * n * (2 if silu else 1) if split_k > 1 else 0
+    partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    _skinny_kernel[(triton.cdiv(n, block_n), split_k)](
+        x,
+        weight,
+        _or(bias, x),
+        _or(residual, x),
+        out,
+        partial,
+        _zero_counters(x.device),
+        x.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        m,
+        n,
+        k,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        SILU=silu,
+        EVEN_N=n % block_n == 0,
+        EVEN_K=k % block_k == 0,
+        SPLIT_K=split_k,
+        BLOCK_M=max(16, triton.next_power_of_2(m)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
+        **pdl_options(x.device),
+    )
+    return out
+
+
+# --- choice ---------------------------------------------------------------------------------------
+
+
+def library_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    silu: bool = False,
+) -> torch.Tensor:
+    """Return what :func:`gemv` does for any number of rows, around the library's product."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    out = functional.linear(x, weight, bias)
+    if silu:
+        out = silu_mul(out)
+    return out if residual is None else out.add_(residual)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    silu: bool = False,
+) -> torch.Tensor:
+    """Return what :func:`gemv` does through :func:`skinny_gemm` (the norm is its own launch)."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    return skinny_gemm(x, weight, bias, residual, silu)
+
+
+Linear = Callable[..., torch.Tensor]
+
+
+@dataclass
+class LinearChooser:
+    """Times the ways to compute a linear layer once per shape and remembers the fastest."""
+
+    device: torch.device
+    repeats: int = 20
+    times: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)  # µs
+    choices: dict[tuple[Any, ...], Linear] = field(default_factory=dict)
+
+    def choose(
+        self,
+        m: int,
+        weight: torch.Tensor,
+        *,
+        bias: bool = False,
+        residual: bool = False,
+        norm: bool = False,
+        silu: bool = False,
+    ) -> Linear:
+        """Return the fastest of gemv, skinny_linear and library_linear for ``m`` rows of input.
+
+        All three take the same arguments. Off the GPU it is always the library.
+        """
+        candidates: list[Linear] = [library_linear]
+        if self.device.type == "cuda" and weight.dtype != torch.float32:
+            candidates += [gemv] if m <= MAX_GEMV_ROWS else []
+            candidates += [skinny_linear] if 1 < m <= MAX_SKINNY_ROWS else []
+        if len(candidates) == 1 or INTERPRETED:
+            return library_linear
+        n, k = weight.shape
+        key = (m, n, k, weight.dtype, bias, residual, norm, silu)
+        if key not in self.choices:
+            out_features = n // 2 if silu else n
+            random = functools.partial(torch.randn, device=self.device, dtype=weight.dtype)
+            x = random(m, k)
+            options = {
+                "bias": random(n) if bias else None,
+                "residual": random(m, out_features) if residual else None,
+                "norm_weight": random(k) if norm else None,
+                "silu": silu,
+            }
+            weights = self._copies(weight)
+            times = {f.__name__: self._time(f, x, weights, options) for f in candidates}
+            self.times[key] = times
+            self.choices[key] = min(candidates, key=lambda f: times[f.__name__])
+        return self.choices[key]
+
+    def _copies(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """Return enough copies of the weight that none is in the cache when its turn comes."""
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        count = min(64, 2 + 2 * cache // (weight.numel() * weight.element_size()))
+        return [weight.clone() for _ in range(count)]
+
+    def _time(
+        self, f: Linear, x: torch.Tensor, weights: list[torch.Tensor], options: dict[str, Any]
+    ) -> float:
+        """Return the median time in µs of one call, replayed in a graph over all weights."""
+
+        def run() -> None:
+            for weight in weights:
+                f(x, weight, **options)
+
+        run()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        times = []
+        for _ in range(self.repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(weights))
+        return sorted(times)[len(times) // 2]

@@ -1,0 +1,114 @@
+"""GEMV and skinny GEMM with every fusion against float64 products."""
+
+import pytest
+import reference
+import torch
+from reference import close
+
+from pageserve.kernels.linear import (
+    GemvConfig,
+    LinearChooser,
+    SkinnyConfig,
+    gemv,
+    library_linear,
+    skinny_gemm,
+    skinny_linear,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, silu: bool = False):
+    generator = torch.Generator().manual_seed(m * n + k)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    return (
+        randn(m, k),
+        randn(2 * n if silu else n, k) / k**0.5,
+        randn(n),
+        randn(m, n),
+        1 + randn(k) / 8,
+    )
+
+
+def expected(x, weight, bias=None, residual=None, norm_weight=None, silu=False) -> torch.Tensor:
+    x = x.double()
+    if norm_weight is not None:
+        x = reference.rms_norm(x, norm_weight, EPS)
+    out = x @ weight.double().T
+    if silu:
+        out = reference.silu_mul(out)
+    for addend in (bias, residual):
+        out = out if addend is None else out + addend.double()
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("k,block_k", [(96, 128), (200, 64), (256, 64)])
+def test_gemv(dtype, m, k, block_k, device):
+    x, weight, bias, residual, norm_weight = operands(m, 13, k, dtype, device)
+    config = GemvConfig(2, block_k, 4)
+    out = gemv(x, weight, bias, residual, norm_weight, EPS, config=config)
+    close(out, expected(x, weight, bias, residual, norm_weight))
+    close(gemv(x, weight, config=config), expected(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 3])
+def test_gemv_silu(dtype, m, device):
+    x, weight, _, _, norm_weight = operands(m, 11, 200, dtype, device, silu=True)
+    for config in (None, GemvConfig(2, 64, 4)):
+        out = gemv(x, weight, norm_weight=norm_weight, eps=EPS, silu=True, config=config)
+        close(out, expected(x, weight, norm_weight=norm_weight, silu=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 5, 16, 33])
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_skinny_gemm(dtype, m, split_k, device):
+    x, weight, bias, residual, _ = operands(m, 40, 200, dtype, device)
+    config = SkinnyConfig(16, 32, split_k, 4, 3)
+    for _ in range(2):  # twice: the counters must be ready again
+        out = skinny_gemm(x, weight, bias, residual, config=config)
+        close(out, expected(x, weight, bias, residual))
+
+
+@pytest.mark.parametrize("split_k", [1, 4])
+def test_skinny_gemm_silu(split_k, device):
+    x, weight, _, residual, _ = operands(7, 40, 256, torch.bfloat16, device, silu=True)
+    config = SkinnyConfig(32, 64, split_k, 4, 3)
+    out = skinny_gemm(x, weight, residual=residual, silu=True, config=config)
+    close(out, expected(x, weight, residual=residual, silu=True))
+
+
+@pytest.mark.parametrize("linear", [gemv, skinny_linear, library_linear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_candidates_of_a_choice_agree(linear, dtype, device):
+    x, weight, _, residual, norm_weight = operands(4, 48, 160, dtype, device, silu=True)
+    out = linear(x, weight, None, residual, norm_weight, EPS, True)
+    close(out, expected(x, weight, None, residual, norm_weight, True), factor=2)
+
+
+def test_choice_is_measured_once_per_shape(device):
+    chooser = LinearChooser(device, repeats=3)
+    weight = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
+    choice = chooser.choose(2, weight, norm=True, silu=True)
+    assert chooser.choose(2, weight, norm=True, silu=True) is choice
+    if device.type == "cuda":
+        (times,) = chooser.times.values()
+        assert times[choice.__name__] == min(times.values())
+        assert set(times) == {"gemv", "skinny_linear", "library_linear"}
+    else:
+        assert choice is library_linear
+
+
+def test_too_many_rows_are_refused(device):
+    weight = torch.randn(8, 16, device=device)
+    with pytest.raises(ValueError, match="1 to 4 rows, not 5"):
+        gemv(torch.randn(5, 16, device=device), weight)
+    with pytest.raises(ValueError, match="1 to 64 rows, not 65"):
+        skinny_gemm(torch.randn(65, 16, device=device), weight)

@@ -1,0 +1,113 @@
+"""Decode and prefill kernels against attention over each row's own keys and values."""
+
+import pytest
+import torch
+from reference import PagedBatch, attention, close, paged_batch
+
+from pageserve.kernels.paged_attention import paged_decode, paged_prefill, plan_decode
+
+MHA, GQA, GQA7, MQA = (4, 4), (8, 2), (14, 2), (6, 1)
+SCALE = 0.11
+
+
+def decode(batch: PagedBatch, num_programs: int | None = None, **options) -> torch.Tensor:
+    _, heads, head_dim = batch.query.shape
+    kv_heads = batch.kv_cache.shape[2]
+    plan = plan_decode(
+        batch.seq_lens, heads, kv_heads, head_dim, batch.query.dtype, num_programs=num_programs
+    )
+    out = torch.full_like(batch.query, float("nan"))
+    for _ in range(2):  # twice: the counters must be ready for the next layer
+        paged_decode(
+            batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, SCALE, plan, out=out,
+            **options,
+        )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA7, MQA])
+@pytest.mark.parametrize("block_size", [1, 3, 7, 16, 32])
+@pytest.mark.parametrize("head_dim,dtype", [(64, torch.float32), (128, torch.bfloat16)])
+def test_decode(heads, block_size, head_dim, dtype, device):
+    seq_lens = [1, 70, 0, 33, 161]
+    batch = paged_batch([1] * 5, seq_lens, *heads, head_dim, block_size, dtype, device)
+    close(decode(batch), attention(batch, SCALE))
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 5, 64])
+def test_decode_is_the_same_however_the_work_is_cut(num_programs, device):
+    seq_lens = [300, 1, 1, 65, 0, 128]
+    batch = paged_batch([1] * 6, seq_lens, *GQA, 64, 16, torch.float32, device)
+    close(decode(batch, num_programs), attention(batch, SCALE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_decode_dtypes_and_odd_head_dim(dtype, device):
+    batch = paged_batch([1, 1], [97, 40], *GQA, 80, 16, dtype, device)
+    close(decode(batch), attention(batch, SCALE))
+
+
+def test_decode_reads_the_table_of_slots(device):
+    batch = paged_batch([1] * 3, [50, 20, 90], *GQA, 64, 16, torch.float32, device)
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    table = torch.full((6, batch.block_table.shape[1]), -7, dtype=torch.int32, device=device)
+    table[slots.long()] = batch.block_table
+    expected = attention(batch, SCALE)
+    batch.block_table = table
+    close(decode(batch, row_slots=slots), expected)
+
+
+def prefill(batch: PagedBatch, query_lens: list[int], **options) -> torch.Tensor:
+    out = torch.full_like(batch.query, float("nan"))
+    return paged_prefill(
+        batch.query, batch.kv_cache, batch.block_table, batch.query_start_loc, batch.seq_lens,
+        max(query_lens), SCALE, out=out, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA7, MQA])
+@pytest.mark.parametrize("block_size", [1, 3, 7, 16, 32])
+@pytest.mark.parametrize("head_dim,dtype", [(64, torch.bfloat16), (128, torch.float32)])
+def test_prefill(heads, block_size, head_dim, dtype, device):
+    query_lens, seq_lens = [5, 40, 1], [5, 75, 50]
+    batch = paged_batch(query_lens, seq_lens, *heads, head_dim, block_size, dtype, device)
+    close(prefill(batch, query_lens), attention(batch, SCALE))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 31, 64, 100])
+def test_prefill_of_chunks_equals_the_whole(chunk, device):
+    whole = paged_batch([100], [100], *GQA, 64, 16, torch.float32, device)
+    expected = attention(whole, SCALE)
+    out = torch.full_like(whole.query, float("nan"))
+    for begin in range(0, 100, chunk):
+        end = min(begin + chunk, 100)
+        bounds = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        length = torch.tensor([end], dtype=torch.int32, device=device)
+        out[begin:end] = paged_prefill(
+            whole.query[begin:end], whole.kv_cache, whole.block_table, bounds, length,
+            end - begin, SCALE,
+        )  # fmt: skip
+    close(out, expected)
+
+
+def test_mixed_step_splits_rows_between_the_kernels(device):
+    query_lens, seq_lens = [1, 30, 1, 7, 1], [80, 30, 1, 64, 33]
+    batch = paged_batch(query_lens, seq_lens, *GQA, 64, 7, torch.float32, device)
+    out = prefill(batch, query_lens, skip_decodes=True)
+    plan = plan_decode(
+        batch.seq_lens, *GQA, 64, torch.float32, query_start_loc=batch.query_start_loc
+    )
+    paged_decode(
+        batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, SCALE, plan,
+        query_start_loc=batch.query_start_loc, out=out,
+    )  # fmt: skip
+    close(out, attention(batch, SCALE))
+
+
+def test_heads_that_do_not_divide_are_refused(device):
+    batch = paged_batch([1], [3], 4, 2, 64, 16, torch.float32, device)
+    plan = plan_decode(batch.seq_lens, 4, 2, 64, torch.float32)
+    with pytest.raises(ValueError, match="3 heads over 2 KV heads"):
+        paged_decode(
+            batch.query[:, :3], batch.kv_cache, batch.block_table, batch.seq_lens, SCALE, plan
+        )
