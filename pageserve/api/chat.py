@@ -1,0 +1,245 @@
+"""Chat messages to a prompt: the model's Jinja template, in a sandbox.
+
+Text is tokenised as it was rendered, so special tokens spelled in a user's message become the
+tokens themselves, as with Hugging Face and vLLM.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+import jinja2.parser
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pageserve.tokenizer import Tokenizer
+
+RENDER_LIMIT = 5.0  # seconds
+SERVER_OWNED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+# The trailing space shows whether the template trims the message.
+_CONTINUE_TAG = "\ue000continue\ue000 "
+
+
+class TemplateError(ValueError):
+    """A prompt cannot be rendered; ``param`` is the request field to blame."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_special_tokens: bool = False,
+    **options: Any,
+) -> list[int]:
+    """Return the prompt token ids of a conversation; options and errors of :func:`render_chat`."""
+    return tokenizer.encode(render_chat(tokenizer, messages, **options), add_special_tokens)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the prompt text of a conversation in OpenAI's message format.
+
+    ``chat_template`` replaces the model's; ``chat_template_kwargs`` are further variables for it.
+    May take seconds: call it in a thread. Raises :class:`TemplateError`.
+    """
+    variables = dict(chat_template_kwargs or {})
+    if owned := sorted(SERVER_OWNED & variables.keys()):
+        raise TemplateError(
+            f"{owned[0]} is set by the server and cannot be given here", "chat_template_kwargs"
+        )
+    source = chat_template or tokenizer.get_chat_template(tools=bool(tools))
+    if source is None:
+        raise TemplateError(
+            "The model defines no chat template. Start the server with --chat-template FILE, or "
+            "use /v1/completions."
+        )
+    rendered = [_render_message(index, message) for index, message in enumerate(messages)]
+    if continue_final_message:
+        _check_continuation(rendered, add_generation_prompt)
+        rendered[-1]["content"] += _CONTINUE_TAG
+    prompt = _run(
+        source,
+        tokenizer.special_tokens_map
+        | {"documents": documents or None}
+        | variables
+        | {
+            "messages": rendered,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        },
+    )
+    return _cut_at_tag(prompt) if continue_final_message else prompt
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def _render_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates expect it: text content, parsed arguments, no null keys."""
+    result = {key: value for key, value in message.items() if value is not None}
+    result.pop("refusal", None)
+    if result["role"] == "developer":
+        result["role"] = "system"
+    if result["role"] != "tool":
+        result.pop("name", None)
+    result["content"] = _text(index, result.get("content", ""))
+    if "reasoning" in result:
+        result.setdefault("reasoning_content", result.pop("reasoning"))
+    if "tool_calls" in result:
+        result["tool_calls"] = [_render_tool_call(call) for call in result["tool_calls"]]
+    return result
+
+
+def _text(index: int, content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    for part_index, part in enumerate(content):
+        if part["type"] not in ("text", "refusal"):
+            raise TemplateError(
+                f"Content of type {part['type']!r} is not supported",
+                f"messages[{index}].content[{part_index}].type",
+            )
+    return "\n".join(part[part["type"]] for part in content)
+
+
+def _render_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    function["arguments"] = _parse_arguments(function.get("arguments", ""))
+    return {**call, "function": function}
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    """Return the object in ``arguments``, or the text itself: a bad call of the past must not make
+    every later turn fail."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _check_continuation(messages: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+    param = "continue_final_message"
+    if add_generation_prompt:
+        raise TemplateError(
+            "continue_final_message and add_generation_prompt cannot both be true", param
+        )
+    if not messages or messages[-1]["role"] != "assistant":
+        raise TemplateError("continue_final_message needs a last message of the assistant", param)
+
+
+def _cut_at_tag(prompt: str) -> str:
+    """Drop what the template puts behind the text of the final message."""
+    tag = _CONTINUE_TAG.rstrip()
+    place = prompt.rfind(tag)
+    if place < 0:
+        raise TemplateError(
+            "The chat template does not show the final message as it is, so it cannot be continued",
+            "continue_final_message",
+        )
+    head = prompt[:place]
+    return head if prompt.startswith(_CONTINUE_TAG, place) else head.rstrip()
+
+
+# --- Jinja ----------------------------------------------------------------------------------------
+
+
+class _GenerationBlocks(Extension):
+    """``{% generation %}`` marks the assistant's text for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which models have not been trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+# What running a template on unexpected data raises; the sandbox adds OverflowError for huge ranges.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def _run(source: str, variables: dict[str, Any]) -> str:
+    """Render within the time limit, which is checked at each piece of output: a thread cannot be
+    stopped from outside, so a loop that writes nothing runs to its end (the sandbox bounds ranges).
+    """
+    deadline = time.monotonic() + RENDER_LIMIT
+    pieces: list[str] = []
+    try:
+        for piece in _compile(source).generate(variables):
+            pieces.append(piece)
+            if time.monotonic() > deadline:
+                raise TemplateError(f"Rendering the messages took more than {RENDER_LIMIT:g} s")
+    except TemplateError:
+        raise
+    except _TEMPLATE_FAILURES as error:
+        raise TemplateError(f"The chat template cannot render these messages: {error}") from error
+    return "".join(pieces)
