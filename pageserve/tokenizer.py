@@ -266,10 +266,8 @@ def _read_directory(path: Path) -> _Parts:
         if (text := _token_content(config.get(f"{name}_token"))) is not None
     }
     _add_missing_tokens(backend, config, special_tokens_map)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        bos = special_tokens_map.get("bos_token") if config.get("add_bos_token") else None
-        eos = special_tokens_map.get("eos_token") if config.get("add_eos_token") else None
-        backend.post_processor = _surround(backend, bos, eos)
+    # add_bos_token in the configuration is ignored, as in transformers: the file's own
+    # post-processor says what goes around a prompt.
     return backend, special_tokens_map, _directory_templates(path, config)
 
 

@@ -109,7 +109,9 @@ def test_decode_token_finds_the_first_character_of_a_token(data):
         if len(seen) == len(text):
             pending += 1
         elif len(seen) == len(text) + 1 and (
-            pending == 0 or seen[-1] != "\ufffd" or bytes(data[index - 2 : index + 1]) == b"\xef\xbf\xbd"
+            pending == 0
+            or seen[-1] != "\ufffd"
+            or bytes(data[index - 2 : index + 1]) == b"\xef\xbf\xbd"
         ):
             pending = 0
         else:  # the byte proved what was pending invalid, and begins anew

@@ -1,5 +1,6 @@
 """Scripted outputs through the processor: stop strings, hold-back, counting, logprobs."""
 
+import itertools
 import math
 import time
 
@@ -122,7 +123,7 @@ def test_stop_equal_to_the_first_output():
 def test_stop_split_over_tokens(cut):
     stop = "###END"
     places = [0, *cut, len(stop)]
-    parts = [stop[a:b] for a, b in zip(places, places[1:], strict=False)]
+    parts = [stop[a:b] for a, b in itertools.pairwise(places)]
     parts = [p for p in parts if p]
     result = replay("go ", "##", " on ", *parts, " x", stop=[stop])
     assert result == ("go ## on ", "stop", stop, 3 + len(parts))
@@ -138,7 +139,12 @@ def test_unfinished_stop_string_is_flushed(finish):
 
 
 def test_end_of_text_token_flushes_too():
-    assert replay("go", " ST", "O", EOS, finish="stop", stop=["STOP"]) == ("go STO", "stop", None, 4)
+    assert replay("go", " ST", "O", EOS, finish="stop", stop=["STOP"]) == (
+        "go STO",
+        "stop",
+        None,
+        4,
+    )
 
 
 def test_only_a_possible_prefix_is_held_back():
@@ -295,7 +301,10 @@ def test_entries_carry_true_bytes():
     assert b"".join(bytes(e.bytes) for e in found).decode() == join(texts) == "是 the 🧭"
     assert found[0].bytes == [230, 152, 175]
     assert found[0].logprob == pytest.approx(-script.ids[0] / 10)
-    assert [(t.token, t.logprob) for t in found[0].top] == [("是", found[0].logprob), ("A", -9999.0)]
+    assert [(t.token, t.logprob) for t in found[0].top] == [
+        ("是", found[0].logprob),
+        ("A", -9999.0),
+    ]
     assert [len(t.logprobs) for t in texts] == [1, 1, 1, 2]  # " " shows before the compass does
 
 
@@ -374,7 +383,9 @@ def chars_by_byte(data: bytes) -> list[tuple[str, int, int]]:
 def reference(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> tuple:
     """Search the whole text: return (text, stop, tokens counted, ids of the logprob entries)."""
     pieces = [
-        b"" if i in tokenizer.special_ids and params.skip_special_tokens else tokenizer.token_bytes(i)
+        b""
+        if i in tokenizer.special_ids and params.skip_special_tokens
+        else tokenizer.token_bytes(i)
         for i in token_ids
     ]
     ends = [len(b"".join(pieces[: n + 1])) for n in range(len(pieces))]
@@ -478,7 +489,8 @@ def test_never_held_longer_than_a_stop_string_could_need(case):
         assert not held or any(s.startswith(held) and s != held for s in params.stop)
         if not params.include_stop_str_in_output:
             longest = max(
-                (k for s in params.stop for k in range(1, len(s)) if whole.endswith(s[:k])), default=0
+                (k for s in params.stop for k in range(1, len(s)) if whole.endswith(s[:k])),
+                default=0,
             )
             assert len(held) == longest
         else:
