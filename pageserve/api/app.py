@@ -1,0 +1,110 @@
+"""The HTTP application: which function answers which route."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import pageserve
+from pageserve.api import probes
+from pageserve.api.chat_completions import create_chat_completion
+from pageserve.api.completions import create_completion
+from pageserve.api.context import ServingContext
+from pageserve.api.errors import APIError, method_not_allowed, unknown_url
+from pageserve.api.middleware import Gate, RequestFrame
+from pageserve.api.models import list_models, retrieve_model
+from pageserve.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from pageserve.api.tokenize import detokenize, tokenize
+
+Handler = Callable[[ServingContext, Request], Awaitable[Response]]
+EXPOSED_HEADERS = ["x-request-id", "x-pageserve-ignored", "openai-processing-ms", "retry-after"]
+
+
+def build_app(context: ServingContext) -> FastAPI:
+    """Return the application; it may serve while ``context`` is still being filled."""
+    app = FastAPI(
+        title="pageserve",
+        version=pageserve.__version__,
+        root_path=context.config.root_path,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    _add_routes(app, context)
+    app.add_exception_handler(APIError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_middleware(Gate, context=context, routes=app.router.routes)
+    if context.config.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=context.config.allow_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    app.add_middleware(RequestFrame, context=context)
+    return app
+
+
+def _add_routes(app: FastAPI, context: ServingContext) -> None:
+    def add(method: str, paths: list[str], handler: Handler, body: Any = None) -> None:
+        async def route(request: Request) -> Response:
+            return await handler(context, request)
+
+        for path in paths:
+            app.add_api_route(
+                path,
+                route,
+                methods=[method],
+                name=handler.__name__,
+                response_model=None,
+                openapi_extra=_body_schema(body),
+            )
+
+    add("POST", ["/v1/chat/completions"], create_chat_completion, ChatCompletionRequest)
+    add("POST", ["/v1/completions"], create_completion, CompletionRequest)
+    add("GET", ["/v1/models"], list_models)
+    add("GET", ["/v1/models/{model:path}"], retrieve_model)
+    add("POST", ["/tokenize", "/v1/tokenize"], tokenize, TokenizeRequest)
+    add("POST", ["/detokenize", "/v1/detokenize"], detokenize, DetokenizeRequest)
+    add("GET", ["/health", "/v1/health"], probes.health)
+    add("GET", ["/live"], probes.live)
+    add("GET", ["/ready"], probes.ready)
+    add("GET", ["/version"], probes.version)
+    add("GET", ["/metrics"], probes.metrics)
+
+
+def _body_schema(model: type[BaseModel] | None) -> dict[str, Any] | None:
+    if model is None:
+        return None
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return error.response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "").split(", ")
+        if "GET" in allowed:
+            allowed.append("HEAD")
+        return method_not_allowed(request.method, allowed).response()
+    if error.status_code == 404:
+        return unknown_url(request.method, request.url.path).response()
+    return APIError(error.status_code, None, str(error.detail)).response()

@@ -1,0 +1,89 @@
+"""Reading a JSON request body without trusting its size, type, shape or sender."""
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from pageserve.api.errors import APIError, bad_request
+
+MAX_DEPTH = 128
+BODY_TIMEOUT = 60.0  # seconds for a body to arrive
+CHARSETS = ("utf-8", "utf8", "us-ascii")
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in the body; raises :class:`APIError` (400, 413, 415)."""
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    _check_content_type(request.headers.get("content-type", ""))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        # Not 408, which the SDK would send again.
+        error = bad_request("invalid_json", "the request body did not arrive in time")
+        error.headers["connection"] = "close"
+        raise error from None
+    return parse_object(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse strict JSON: no NaN, no lone surrogates, at most 128 levels, an object on top.
+
+    Raises :class:`APIError`.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad_request("invalid_json", f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise bad_request("invalid_json", "the request body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
+        raise bad_request("invalid_json", f"the request body nests deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _check_content_type(content_type: str) -> None:
+    kind, *parameters = (part.strip().lower() for part in content_type.split(";"))
+    charset = next((p[8:].strip('"') for p in parameters if p.startswith("charset=")), "utf-8")
+    if kind != "application/json" or charset not in CHARSETS:
+        raise APIError(
+            415, "unsupported_media_type", "the content type must be application/json in UTF-8"
+        )
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    chunks = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise APIError(499, "client_disconnect", "the client left", type="api_error")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> APIError:
+    return APIError(413, "request_too_large", f"the request body has more than {max_bytes} bytes")

@@ -1,0 +1,72 @@
+"""POST /v1/chat/completions."""
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pageserve.api.chat import TemplateError, render_chat
+from pageserve.api.context import ServingContext
+from pageserve.api.errors import APIError, bad_request
+from pageserve.api.protocol import ChatCompletionRequest, TokenizeRequest
+from pageserve.api.serving import (
+    check_text_length,
+    fit_prompt,
+    read_generation,
+    respond,
+    sampling_params,
+)
+from pageserve.sampling_params import SamplingParams
+
+
+async def create_chat_completion(context: ServingContext, http: Request) -> Response:
+    """Answer one request; raises :class:`APIError` before anything is sent."""
+    arrival = time.monotonic()
+    request, headers = await read_generation(context, http, ChatCompletionRequest)
+
+    def prepare() -> tuple[list[int], SamplingParams]:
+        params = _params(context, request)
+        return _encode(context, request), params
+
+    prompt, params = await context.in_thread(prepare)
+    return respond(context, http, request, [prompt], params, headers, arrival)
+
+
+def render(context: ServingContext, request: ChatCompletionRequest | TokenizeRequest) -> str:
+    """Return the prompt text of a conversation; raises :class:`APIError`."""
+    kwargs = dict(request.chat_template_kwargs)
+    effort = getattr(request, "reasoning_effort", None)
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    try:
+        return render_chat(
+            context.loaded_tokenizer,
+            request.messages or [],
+            documents=request.documents,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=kwargs,
+        )
+    except TemplateError as error:
+        raise template_failed(error) from None
+
+
+def template_failed(error: TemplateError) -> APIError:
+    """Return the 400 of messages that the template does not take."""
+    code = "invalid_messages" if error.param == "messages" else "invalid_value"
+    return bad_request(code, str(error), error.param)
+
+
+def _encode(context: ServingContext, request: ChatCompletionRequest) -> list[int]:
+    text = render(context, request)
+    if request.truncate_prompt_tokens is None:
+        check_text_length(context, text, "messages")
+    token_ids = context.loaded_tokenizer.encode(text, request.add_special_tokens)
+    return fit_prompt(context, request, token_ids, "messages")
+
+
+def _params(context: ServingContext, request: ChatCompletionRequest) -> SamplingParams:
+    given = request.max_completion_tokens
+    max_tokens = request.max_tokens if given is None else given
+    logprobs = request.top_logprobs if request.logprobs else None
+    return sampling_params(context, request, max_tokens, logprobs)

@@ -1,0 +1,202 @@
+"""The sequences of one HTTP request: admitted, run, counted and aborted together."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from pageserve.api.context import ServingContext
+from pageserve.api.errors import (
+    APIError,
+    bad_request,
+    deadline_exceeded,
+    engine_dead,
+    internal_error,
+)
+from pageserve.api.metrics import SequenceTimes
+from pageserve.engine.client import EngineDeadError, generate
+from pageserve.engine.output_processor import TextOutput
+from pageserve.messages import AddRequest
+
+logger = logging.getLogger("pageserve.api")
+
+CANNOT_FIT = "prompt_too_long:"  # how the scheduler's refusal of an impossible prompt begins
+MERGE_AHEAD = 64  # outputs of several sequences that may wait for their reader
+
+
+class _Sequence:
+    __slots__ = ("num_cached", "num_output", "num_preemptions", "num_prompt", "request", "times")
+
+    def __init__(self, request: AddRequest) -> None:
+        self.request = request
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_output = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.times = SequenceTimes(request.arrival_time)
+
+
+class Generation:
+    """Runs requests as one: choice ``i`` is ``requests[i]``. ``label`` is the log's name for it.
+
+    Creating it takes its place in the queue; raises :class:`APIError` if there is none.
+    :meth:`close` gives the place back and must be called whatever happened.
+    """
+
+    def __init__(
+        self,
+        context: ServingContext,
+        requests: list[AddRequest],
+        label: str,
+        deadline: float | None = None,
+    ) -> None:
+        self._context = context
+        self._metrics = context.metrics
+        self._sequences = [_Sequence(request) for request in requests]
+        self._live = set(range(len(requests)))
+        self._deadline = deadline
+        self._failure: APIError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.label = label
+        self.num_pending = len(requests)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise deadline_exceeded()
+        context.admit(self)
+        context.load.live += len(requests)
+        context.load.pending += len(requests)
+        context.load.pending_tokens += self.num_prompt_tokens
+        for request in requests:
+            self._metrics.enqueued(1, request.sampling_params.max_tokens or context.max_model_len)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all sequences."""
+        return sum(s.num_prompt for s in self._sequences)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far for all sequences."""
+        return sum(s.num_output for s in self._sequences)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens of all sequences that the prefix cache held."""
+        return sum(s.num_cached for s in self._sequences)
+
+    def abort(self, failure: APIError) -> None:
+        """End all sequences; :meth:`outputs` then raises ``failure``."""
+        if self._failure is None:
+            self._failure = failure
+            self._context.client.abort([self._sequences[i].request.request_id for i in self._live])
+
+    def outputs(self) -> AsyncGenerator[tuple[int, TextOutput]]:
+        """Yield (choice, output) as it comes, until each choice has finished.
+
+        Raises :class:`APIError` if one of them fails; closing the generator aborts them all.
+        """
+        if self._deadline is not None:
+            delay = self._deadline - time.monotonic()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay, self.abort, deadline_exceeded())
+        return self._run(0) if len(self._sequences) == 1 else self._merge()
+
+    def close(self) -> None:
+        """Give the place in the queue back; sequences still running count as aborted."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for index in sorted(self._live):
+            self._finish(index, "abort")
+        self._context.generations.discard(self)
+
+    async def _run(self, index: int) -> AsyncGenerator[tuple[int, TextOutput]]:
+        """Run one sequence and count what it does."""
+        if self._failure is not None:
+            raise self._failure
+        context = self._context
+        sequence = self._sequences[index]
+        stream = generate(context.client, context.loaded_tokenizer, sequence.request)
+        try:
+            async for output in stream:
+                self._observe(sequence, output)
+                if output.finish_reason is not None:
+                    self._finish(index, output.finish_reason)
+                    if output.finish_reason in ("error", "abort"):
+                        raise self._failure or _failure(output)
+                yield index, output
+        except EngineDeadError:
+            raise engine_dead() from None
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
+        queue: asyncio.Queue[tuple[int, TextOutput] | APIError] = asyncio.Queue(MERGE_AHEAD)
+
+        async def feed(index: int) -> None:
+            try:
+                async with aclosing(self._run(index)) as stream:
+                    async for item in stream:
+                        await queue.put(item)
+            except APIError as error:
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(feed(i)) for i in range(len(self._sequences))]
+        try:
+            unfinished = len(tasks)
+            while unfinished:
+                item = await queue.get()
+                if isinstance(item, APIError):
+                    raise item
+                yield item
+                unfinished -= item[1].finish_reason is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- books ---
+
+    def _observe(self, sequence: _Sequence, output: TextOutput) -> None:
+        now = time.monotonic()
+        times = sequence.times
+        metrics = self._metrics
+        metrics.observe_step()
+        metrics.generation_tokens += output.num_output_tokens - sequence.num_output
+        sequence.num_output = output.num_output_tokens
+        sequence.num_preemptions = output.num_preemptions
+        if times.first_token:
+            metrics.gaps.observe(now - times.last_token)
+        elif output.num_output_tokens:
+            times.first_token = now
+            times.scheduled = output.scheduled_time
+            sequence.num_cached = output.num_cached_tokens
+            metrics.first_token(times, sequence.num_prompt, sequence.num_cached)
+            self._no_longer_pending(sequence)
+        times.last_token = now
+
+    def _no_longer_pending(self, sequence: _Sequence) -> None:
+        self.num_pending -= 1
+        self._context.load.pending -= 1
+        self._context.load.pending_tokens -= sequence.num_prompt
+
+    def _finish(self, index: int, reason: str) -> None:
+        self._live.discard(index)
+        self._context.load.live -= 1
+        sequence = self._sequences[index]
+        times = sequence.times
+        if not times.first_token:
+            self._no_longer_pending(sequence)
+        self._metrics.finished(
+            reason, times, sequence.num_prompt, sequence.num_output, sequence.num_preemptions
+        )
+
+
+def _failure(output: TextOutput) -> APIError:
+    """Turn an engine's failure into the answer it deserves."""
+    if output.finish_reason == "abort":
+        return APIError(499, "request_cancelled", "the request was cancelled", type="api_error")
+    error = output.error or ""
+    if error.startswith(CANNOT_FIT):
+        return bad_request("context_length_exceeded", error.removeprefix(CANNOT_FIT).strip())
+    logger.error("the engine failed on a request: %s", error)
+    return internal_error()

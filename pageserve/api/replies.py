@@ -1,0 +1,420 @@
+"""Replies of the generating endpoints: one JSON object, or a stream of server-sent events.
+
+Both are made of the same outputs. Nothing here is a pydantic model: a streamed token costs one
+``orjson.dumps`` of its text between two prepared byte strings.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pageserve.api.context import ServingContext
+from pageserve.api.errors import APIError, internal_error
+from pageserve.api.generation import Generation
+from pageserve.api.logprobs import LogprobFormat
+from pageserve.engine.output_processor import LogprobEntry, TextOutput
+
+logger = logging.getLogger("pageserve.api")
+
+READ_TIMEOUT = 60.0  # seconds a client may leave its stream unread before it counts as gone
+WATCH_INTERVAL = 5.0  # seconds between two looks at a stream that sends no comments
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class ReplyShape:
+    """How an endpoint spells a reply: object names and the pieces of a chunk's choice."""
+
+    object: str
+    chunk_object: str
+    is_chat: bool
+    role: bytes | None  # members of the choice in the chunk that opens a stream
+    text_open: bytes
+    text_close: bytes
+    no_text: bytes
+
+
+CHAT = ReplyShape(
+    object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    is_chat=True,
+    role=b'"delta":{"role":"assistant","content":"","refusal":null}',
+    text_open=b'"delta":{"content":',
+    text_close=b"}",
+    no_text=b'"delta":{}',
+)
+COMPLETION = ReplyShape(
+    object="text_completion",
+    chunk_object="text_completion",
+    is_chat=False,
+    role=None,
+    text_open=b'"text":',
+    text_close=b"",
+    no_text=b'"text":""',
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What all parts of one reply have in common. ``logprobs`` has a format per choice, or none;
+    ``prompt_token_ids`` has a prompt per choice if the ids were asked for."""
+
+    shape: ReplyShape
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    num_choices: int
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: Sequence[LogprobFormat] | None = None
+    prompt_token_ids: Sequence[list[int]] | None = None
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """Return the tokens counted so far."""
+        num_prompt, num_output = generation.num_prompt_tokens, generation.num_output_tokens
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        }
+        if self.shape.is_chat:
+            usage["completion_tokens_details"] = {"reasoning_tokens": 0}
+        return usage
+
+
+# --- one JSON object ------------------------------------------------------------------------------
+
+
+@dataclass
+class Choice:
+    """The outputs of one choice, joined."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, output: TextOutput) -> None:
+        """Append an output."""
+        self.text.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+def whole_reply(reply: Reply, choices: Sequence[Choice], generation: Generation) -> bytes:
+    """Return the JSON of a finished reply."""
+    body: dict[str, Any] = {
+        "id": reply.id,
+        "object": reply.shape.object,
+        "created": reply.created,
+        "model": reply.model,
+        "choices": [_whole_choice(reply, i, choice) for i, choice in enumerate(choices)],
+        "usage": reply.usage(generation),
+    }
+    if reply.shape.is_chat:
+        body["service_tier"] = None
+        if reply.prompt_token_ids is not None:
+            body["prompt_token_ids"] = reply.prompt_token_ids[0]
+    body["system_fingerprint"] = reply.fingerprint
+    return orjson.dumps(body)
+
+
+def _whole_choice(reply: Reply, index: int, choice: Choice) -> dict[str, Any]:
+    text = "".join(choice.text)
+    body: dict[str, Any] = {"index": index}
+    if reply.shape.is_chat:
+        body["message"] = {
+            "role": "assistant", "content": text, "refusal": None, "annotations": []
+        }  # fmt: skip
+    else:
+        body["text"] = text
+    formats = reply.logprobs
+    body["logprobs"] = None if formats is None else formats[index].format(choice.logprobs)
+    body["finish_reason"] = choice.finish_reason
+    body["stop_reason"] = choice.stop_reason
+    if reply.prompt_token_ids is not None:
+        body["token_ids"] = choice.token_ids
+        if not reply.shape.is_chat:
+            body["prompt_token_ids"] = reply.prompt_token_ids[index]
+    return body
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+class ChunkEncoder:
+    """Turns the outputs of a reply into server-sent events."""
+
+    def __init__(self, reply: Reply, generation: Generation) -> None:
+        self._reply = reply
+        self._generation = generation
+        shape = reply.shape
+        head = orjson.dumps(
+            {
+                "id": reply.id,
+                "object": shape.chunk_object,
+                "created": reply.created,
+                "model": reply.model,
+                "system_fingerprint": reply.fingerprint,
+            }
+        )
+        self._head = b"data: " + head[:-1]
+        self._choice_heads = [
+            self._head + b',"choices":[{"index":%d,' % i for i in range(reply.num_choices)
+        ]
+        self._text_heads = [head + shape.text_open for head in self._choice_heads]
+        self._tail = b',"usage":null}\n\n' if reply.include_usage else b"}\n\n"
+        self._text_tail = shape.text_close + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._plain = (
+            reply.logprobs is None and reply.prompt_token_ids is None and not reply.continuous_usage
+        )
+        self._opened = False
+        self._first = [True] * reply.num_choices
+        self._held: list[Choice] = [Choice() for _ in range(reply.num_choices)]
+
+    def encode(self, index: int, output: TextOutput) -> bytes:
+        """Return the events for an output of choice ``index``: none, one or several."""
+        if self._plain and self._opened and output.finish_reason is None:
+            if not output.text:
+                return b""
+            return self._text_heads[index] + orjson.dumps(output.text) + self._text_tail
+        return self._encode(index, output)
+
+    def _encode(self, index: int, output: TextOutput) -> bytes:
+        events = []
+        if not self._opened:
+            self._opened = True
+            if self._reply.shape.role is not None:
+                events += [self._role(i) for i in range(self._reply.num_choices)]
+        held = self._held[index]  # what steps without text left for the next chunk
+        held.add(output)
+        shape = self._reply.shape
+        if output.text:
+            text = shape.text_open + orjson.dumps(output.text) + shape.text_close
+            events.append(self._chunk(index, text, held, b"null"))
+            held = self._held[index] = Choice()
+        if output.finish_reason is not None:
+            stop = b',"stop_reason":' + orjson.dumps(output.stop_reason)
+            finish = orjson.dumps(output.finish_reason)
+            events.append(self._chunk(index, shape.no_text, held, finish + stop))
+        return b"".join(events)
+
+    def _role(self, index: int) -> bytes:
+        assert self._reply.shape.role is not None
+        members = self._reply.shape.role + b',"logprobs":null,"finish_reason":null}]'
+        prompt = b""
+        ids = self._reply.prompt_token_ids
+        if ids is not None and index == 0:
+            prompt = b',"prompt_token_ids":' + orjson.dumps(ids[0])
+        return b"".join((self._choice_heads[index], members, prompt, self._usage()))
+
+    def _chunk(self, index: int, text: bytes, content: Choice, finish: bytes) -> bytes:
+        logprobs = b"null"
+        if self._reply.logprobs is not None and content.logprobs:
+            logprobs = orjson.dumps(self._reply.logprobs[index].format(content.logprobs))
+        return b"".join(
+            (
+                self._choice_heads[index],
+                text,
+                b',"logprobs":',
+                logprobs,
+                b',"finish_reason":',
+                finish,
+                self._token_ids(index, content),
+                b"}]",
+                self._usage(),
+            )
+        )
+
+    def _token_ids(self, index: int, content: Choice) -> bytes:
+        ids = self._reply.prompt_token_ids
+        if ids is None:
+            return b""
+        members = b',"token_ids":' + orjson.dumps(content.token_ids)
+        if self._first[index] and not self._reply.shape.is_chat:
+            members += b',"prompt_token_ids":' + orjson.dumps(ids[index])
+        self._first[index] = False
+        return members
+
+    def _usage(self) -> bytes:
+        if not self._reply.continuous_usage:
+            return self._tail
+        usage = self._reply.usage(self._generation)
+        return b',"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def end(self) -> bytes:
+        """Return the events that close a stream that went well."""
+        if not self._reply.include_usage:
+            return DONE
+        usage = orjson.dumps(self._reply.usage(self._generation))
+        return self._head + b',"choices":[],"usage":' + usage + b"}\n\n" + DONE
+
+
+# --- responses ------------------------------------------------------------------------------------
+
+
+class GenerationResponse(Response):
+    """Runs a generation and answers with it; a client that leaves ends it."""
+
+    def __init__(
+        self,
+        context: ServingContext,
+        generation: Generation,
+        reply: Reply,
+        extra_headers: dict[str, str],
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.generation = generation
+        self.reply = reply
+        self.extra_headers = extra_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with closing(self.generation):
+            answering = asyncio.create_task(self.answer(scope, receive, send))
+            leaving = asyncio.create_task(_disconnect(receive))
+            try:
+                reads = True
+                while reads and not answering.done() and not leaving.done():
+                    await asyncio.wait(
+                        (answering, leaving),
+                        timeout=self.until_watch(),
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    reads = await self.watch(send)
+                if answering.done():
+                    answering.result()
+                else:
+                    self._client_left()
+            finally:
+                for task in (answering, leaving):
+                    task.cancel()
+                await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the generation and send the whole answer."""
+        raise NotImplementedError
+
+    def until_watch(self) -> float | None:
+        """Return the seconds until :meth:`watch` has something to do, None for never."""
+        return None
+
+    async def watch(self, send: Send) -> bool:
+        """Look after a quiet stream; return whether its client still reads."""
+        return True
+
+    def _client_left(self) -> None:
+        self.context.metrics.disconnects.inc()
+        logger.info(
+            "%s aborted: client_disconnect after %d tokens",
+            self.generation.label,
+            self.generation.num_output_tokens,
+        )
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class WholeResponse(GenerationResponse):
+    """Answers with one JSON object when all choices have finished."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the generation and send the whole answer."""
+        started = time.monotonic()
+        choices = [Choice() for _ in range(self.reply.num_choices)]
+        try:
+            async with aclosing(self.generation.outputs()) as outputs:
+                async for index, output in outputs:
+                    choices[index].add(output)
+            body = whole_reply(self.reply, choices, self.generation)
+            response = Response(body, media_type="application/json")
+        except APIError as error:
+            response = error.response()
+        milliseconds = round((time.monotonic() - started) * 1000)
+        response.headers.update(self.extra_headers)
+        response.headers["openai-processing-ms"] = str(milliseconds)
+        await response(scope, receive, send)
+
+
+class EventStreamResponse(GenerationResponse):
+    """Answers with server-sent events: headers at once, then a chunk whenever text is released."""
+
+    _last_sent = 0.0
+    _writing_since: float | None = None
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the generation and send the whole answer."""
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **self.extra_headers,
+        }
+        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
+        self._last_sent = time.monotonic()
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        # Servers keep the headers back until there is a body to send with them.
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        encoder = ChunkEncoder(self.reply, self.generation)
+        try:
+            async with aclosing(self.generation.outputs()) as outputs:
+                async for index, output in outputs:
+                    events = encoder.encode(index, output)
+                    if events:
+                        self._writing_since = self._last_sent = time.monotonic()
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
+                        self._writing_since = None
+            last = encoder.end()
+        except APIError as error:
+            last = self._error_event(error)
+        except Exception:
+            logger.exception("%s failed", self.generation.label)
+            last = self._error_event(internal_error())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _error_event(self, error: APIError) -> bytes:
+        # No [DONE] after it: that is the only in-band mark of success.
+        self.context.metrics.stream_error(error.code)
+        return b"data: " + error.body() + b"\n\n"
+
+    def until_watch(self) -> float | None:
+        """Return the seconds until :meth:`watch` has something to do, None for never."""
+        keepalive = self.context.config.sse_keepalive
+        if not keepalive or self._writing_since is not None:
+            return WATCH_INTERVAL
+        return max(0.001, self._last_sent + keepalive - time.monotonic())
+
+    async def watch(self, send: Send) -> bool:
+        """Send a comment if nothing was sent for a while; return whether the client still reads."""
+        now = time.monotonic()
+        if self._writing_since is not None:
+            return now - self._writing_since < READ_TIMEOUT
+        keepalive = self.context.config.sse_keepalive
+        if keepalive and now - self._last_sent >= keepalive:
+            self._last_sent = now
+            try:
+                async with asyncio.timeout(READ_TIMEOUT):
+                    await send(
+                        {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+                    )
+            except TimeoutError:
+                return False
+        return True

@@ -1,0 +1,250 @@
+"""From a checked request to running sequences: what both generating endpoints share."""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pageserve.api.body import read_json
+from pageserve.api.context import ServingContext
+from pageserve.api.errors import APIError, bad_request
+from pageserve.api.generation import Generation
+from pageserve.api.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
+from pageserve.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ignored_fields,
+    parse,
+    refuse_unsupported,
+)
+from pageserve.api.replies import CHAT, COMPLETION, EventStreamResponse, Reply, WholeResponse
+from pageserve.messages import AddRequest
+from pageserve.sampling_params import ParameterError, SamplingParams
+from pageserve.tokenizer import Tokenizer
+
+logger = logging.getLogger("pageserve.api")
+
+BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MAX_IGNORED_NAMES = 20
+MAX_WARNED_NAMES = 1000
+
+GenerationBody = TypeVar("GenerationBody", ChatCompletionRequest, CompletionRequest)
+
+
+def random_id(prefix: str) -> str:
+    """Return ``prefix`` and 29 random base62 characters."""
+    number = int.from_bytes(os.urandom(22))
+    digits = []
+    for _ in range(29):
+        number, digit = divmod(number, 62)
+        digits.append(BASE62[digit])
+    return prefix + "".join(digits)
+
+
+async def read_generation(
+    context: ServingContext, http: Request, cls: type[GenerationBody]
+) -> tuple[GenerationBody, dict[str, str]]:
+    """Return the checked body and the headers that its reply gets; raises :class:`APIError`."""
+    body = await read_json(http, context.max_body_bytes)
+    request = parse(cls, body)
+    request.model = context.resolve_model(request.model)
+    request.check_conflicts()
+    refuse_unsupported(request, priorities=context.priorities)
+    return request, report_ignored(
+        context, ignored_fields(request, strict=context.config.strict_params)
+    )
+
+
+def report_ignored(context: ServingContext, names: Sequence[str]) -> dict[str, str]:
+    """Return the header that lists fields without effect, and warn once of each."""
+    if not names:
+        return {}
+    safe = [_header_safe(name) for name in names[:MAX_IGNORED_NAMES]]
+    for name in safe:
+        if name not in context.warned_names and len(context.warned_names) < MAX_WARNED_NAMES:
+            context.warned_names.add(name)
+            logger.warning("the request field %s has no effect here", name)
+    return {"x-pageserve-ignored": ",".join(safe)}
+
+
+def _header_safe(name: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64])
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def check_text_length(context: ServingContext, text: str, param: str) -> None:
+    """Refuse text that cannot fit whatever its tokens are, without tokenising it."""
+    at_least = context.loaded_tokenizer.min_num_tokens(text)
+    if at_least >= context.max_model_len:
+        raise context_length_exceeded(context, at_least, param, bound="at least ")
+
+
+def fit_prompt(
+    context: ServingContext,
+    request: ChatCompletionRequest | CompletionRequest,
+    token_ids: list[int],
+    param: str,
+) -> list[int]:
+    """Return the prompt, truncated if asked for; raises the :class:`APIError` of one too long."""
+    keep = request.truncate_prompt_tokens
+    if keep is not None:
+        keep = context.max_model_len - 1 if keep == -1 else keep
+        start = max(0, len(token_ids) - keep)
+        token_ids = token_ids[start:] if request.truncation_side == "left" else token_ids[:keep]
+    if not token_ids:
+        raise bad_request("invalid_value", "the prompt has no tokens", param)
+    if len(token_ids) >= context.max_model_len:
+        raise context_length_exceeded(context, len(token_ids), param)
+    return token_ids
+
+
+def context_length_exceeded(
+    context: ServingContext, num_prompt: int, param: str, bound: str = ""
+) -> APIError:
+    """Return the 400 of a prompt that leaves no room for output."""
+    limit = context.max_model_len
+    return bad_request(
+        "context_length_exceeded",
+        f"This model's maximum context length is {limit} tokens. However, the prompt has "
+        f"{bound}{num_prompt} tokens and at least one is needed for the output.",
+        param,
+        {"prompt_tokens": num_prompt, "max_model_len": limit},
+    )
+
+
+def vocab_size(context: ServingContext) -> int:
+    """Return the number of token ids that requests may name."""
+    return min(context.loaded_tokenizer.size, context.ready.vocab_size)
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def sampling_params(
+    context: ServingContext,
+    request: ChatCompletionRequest | CompletionRequest,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Return the parameters in force: the request's, then the model's defaults, then OpenAI's.
+
+    Raises :class:`APIError`.
+    """
+    if max_tokens is not None and max_tokens > context.max_model_len:
+        raise bad_request(
+            "integer_above_max_value",
+            f"{request.max_tokens_field} must be at most {context.max_model_len}, got {max_tokens}",
+            request.max_tokens_field,
+        )
+    chosen = {
+        name: getattr(request, name)
+        if getattr(request, name) is not None
+        else getattr(context.defaults, name)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    }
+    params = SamplingParams(
+        **{name: value for name, value in chosen.items() if value is not None},
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        logit_bias=request.logit_bias,
+        allowed_token_ids=request.allowed_token_ids,
+        bad_words_token_ids=_bad_words(context.loaded_tokenizer, request.bad_words),
+        seed=None if request.seed == -1 else request.seed,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=request.stop_token_ids,
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=logprobs,
+    )
+    try:
+        params.validate(vocab_size(context))
+    except ParameterError as error:
+        raise bad_request(error.code, str(error), error.param) from None
+    return params
+
+
+def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]] | None:
+    """Return the token sequences that spell the words, at the start of a word and inside one."""
+    spellings = [spelling for word in words for spelling in (word, " " + word.lstrip(" "))]
+    sequences = [tokenizer.encode(s, add_special_tokens=False) for s in dict.fromkeys(spellings)]
+    return sequences or None
+
+
+def _for_prompt(context: ServingContext, params: SamplingParams, num_prompt: int) -> SamplingParams:
+    """Return the parameters with an output limit that fits the context behind this prompt."""
+    room = context.max_model_len - num_prompt
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    return msgspec.structs.replace(
+        params, max_tokens=limit, min_tokens=min(params.min_tokens, limit)
+    )
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def respond(
+    context: ServingContext,
+    http: Request,
+    request: ChatCompletionRequest | CompletionRequest,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    headers: dict[str, str],
+    arrival: float,
+) -> Response:
+    """Enqueue one sequence per prompt and return the response that runs them.
+
+    Raises :class:`APIError` if the server has no place for them.
+    """
+    is_chat = isinstance(request, ChatCompletionRequest)
+    reply_id = random_id("chatcmpl-" if is_chat else "cmpl-")
+    formats: list[LogprobFormat] | None = None
+    if params.logprobs is not None:
+        formats = [ChatLogprobs() if is_chat else CompletionLogprobs() for _ in prompts]
+    reply = Reply(
+        shape=CHAT if is_chat else COMPLETION,
+        id=reply_id,
+        created=int(time.time()),
+        model=request.model,
+        fingerprint=context.ready.fingerprint,
+        num_choices=len(prompts),
+        include_usage=request.include_usage,
+        continuous_usage=request.continuous_usage,
+        logprobs=formats,
+        prompt_token_ids=prompts if request.return_token_ids else None,
+    )
+    requests = [
+        AddRequest(
+            request_id=f"{reply_id}-{i}",
+            prompt_token_ids=prompt,
+            sampling_params=_for_prompt(context, params, len(prompt)),
+            arrival_time=arrival,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    limit_ms = _deadline_ms(http, request)
+    deadline = None if limit_ms is None else arrival + limit_ms / 1000
+    generation = Generation(context, requests, http.scope["request_id"], deadline)
+    response = EventStreamResponse if request.stream else WholeResponse
+    return response(context, generation, reply, headers)
+
+
+def _deadline_ms(http: Request, request: ChatCompletionRequest | CompletionRequest) -> int | None:
+    header = http.headers.get("x-request-timeout-ms")
+    if request.deadline_ms is not None or header is None:
+        return request.deadline_ms
+    digits = header.isascii() and header.isdigit() and len(header) <= 8
+    if not digits or not 1 <= int(header) <= 86_400_000:
+        raise bad_request("invalid_value", "x-request-timeout-ms must be 1 to 86400000")
+    return int(header)
