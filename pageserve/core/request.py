@@ -1,0 +1,174 @@
+"""A request as the scheduler sees it: its tokens, its counters, its blocks, and when it stops.
+
+There are no phases. ``num_computed_tokens`` tries to reach ``num_tokens`` (all known tokens) plus
+``num_output_placeholders`` (tokens that steps in flight will bring). Knows nothing of queues,
+pools or devices.
+"""
+
+import enum
+import sys
+from array import array
+from hashlib import sha256
+
+from pageserve.messages import AddRequest, FinishReason, RequestOutput, TokenLogprobs
+
+CORRUPTED_TOKEN = -1  # the worker's sign that the logits held NaN or nothing was left to choose
+NEVER = sys.maxsize  # a token count that no request reaches
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is; everything after PREEMPTED is finished."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+
+FINISH_REASONS: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """A live request. Counters are plain attributes because the scheduler's loop reads them for
+    every row of every step."""
+
+    __slots__ = (
+        "arrival",
+        "arrival_clock",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "eos_token_ids",
+        "max_num_tokens",
+        "next_hash_at",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_output_placeholders",
+        "num_overtaken",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_required_blocks",
+        "num_tokens",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "retry_step",
+        "running_key",
+        "sampling_params",
+        "scheduled_time",
+        "seed",
+        "slot",
+        "status",
+        "stop_ids",
+        "token_ids",
+        "writable_end",
+    )
+
+    def __init__(
+        self,
+        message: AddRequest,
+        *,
+        arrival: int,
+        seed: int,
+        max_num_tokens: int,
+        eos_token_ids: frozenset[int],
+        arrival_clock: int = 0,
+    ) -> None:
+        """``arrival`` numbers requests in order of arrival, ``arrival_clock`` is how many tokens
+        the scheduler had planned by then, ``max_num_tokens`` is where prompt + output must end."""
+        params = message.sampling_params
+        self.request_id = message.request_id
+        self.prompt_token_ids = message.prompt_token_ids
+        self.sampling_params = params
+        self.arrival_time = message.arrival_time
+        self.arrival = arrival
+        self.arrival_clock = arrival_clock
+        self.priority = message.priority
+        self.cache_salt = message.cache_salt
+        self.seed = seed
+        self.status = RequestStatus.WAITING
+        self.running_key: tuple[int, ...] = (arrival,)  # order among the running, set by the policy
+
+        self.token_ids = list(message.prompt_token_ids)  # prompt, then confirmed output
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0  # advances when a step is planned, not when it has run
+        self.num_output_placeholders = 0
+        self.max_num_tokens = max_num_tokens
+
+        self.eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
+        # One look-up per token decides whether anything but the length can end the request.
+        self.stop_ids = self.eos_token_ids.union(params.stop_token_ids, (CORRUPTED_TOKEN,))
+
+        self.slot = -1  # row of the worker's request table, -1 while not running
+        self.block_ids: list[int] = []
+        self.writable_end = 0  # positions below need no word with the KV cache manager to write
+        self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as computed
+        self.num_hashed_blocks = 0  # leading blocks of block_ids that were offered to the cache
+        self.next_hash_at = NEVER  # number of tokens that completes the next block to offer
+
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first scheduling
+        self.num_preemptions = 0
+        self.scheduled_time = 0.0
+        self.num_overtaken = 0  # requests admitted past this one while it was blocked
+        self.num_required_blocks = 0  # free blocks an admission needed when it was last tried
+        self.retry_step = 0  # step at which to look again even if those are not free
+
+    def extend_block_hashes(self, block_size: int) -> None:
+        """Bring ``block_hashes`` up to the full blocks of ``token_ids``; only new ones cost."""
+        start, end = len(self.block_hashes), self.num_tokens // block_size
+        if start >= end:
+            return
+        parent = self.block_hashes[-1] if start else root_hash(self.cache_salt)
+        tokens = array("I", self.token_ids[start * block_size : end * block_size]).tobytes()
+        size = block_size * array("I").itemsize
+        for offset in range(0, len(tokens), size):
+            parent = sha256(parent + tokens[offset : offset + size]).digest()
+            self.block_hashes.append(parent)
+
+    def check_stop(self) -> tuple[RequestStatus, int | None] | None:
+        """Return (status, stop_reason) if the newest token ends the request, else None."""
+        token_id = self.token_ids[-1]
+        if self.num_tokens - self.num_prompt_tokens >= self.sampling_params.min_tokens:
+            if token_id in self.eos_token_ids:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token_id in self.stop_ids:
+                return RequestStatus.FINISHED_STOPPED, token_id
+        if self.num_tokens >= self.max_num_tokens:
+            return RequestStatus.FINISHED_LENGTH, None
+        return None
+
+    def output(
+        self,
+        new_token_ids: list[int],
+        *,
+        stop_reason: int | None = None,
+        new_logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        """Build the message for one step's tokens; it is the final one once the status says so."""
+        return RequestOutput(
+            self.request_id,
+            new_token_ids,
+            FINISH_REASONS.get(self.status),
+            stop_reason,
+            new_logprobs,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.scheduled_time,
+            error,
+        )
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """Return the parent of a first block: salted requests share blocks with equal salts only."""
+    return b"" if cache_salt is None else sha256(cache_salt.encode()).digest()

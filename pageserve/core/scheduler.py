@@ -1,0 +1,538 @@
+"""The scheduler: which tokens of which request run in the next step.
+
+``schedule()`` plans a step, ``update()`` absorbs its result. Plans may be made before older results
+are in (depth 2); nothing here knows how deep the caller goes, it only counts what is in flight.
+Plain Python on plain data: no device, no sockets, no text, constructible from ints.
+"""
+
+import bisect
+import heapq
+import operator
+import random
+import time
+from collections.abc import Iterable
+
+from pageserve.core.kv_cache_manager import KVCacheManager
+from pageserve.core.policy import POLICIES, WaitingQueue
+from pageserve.core.request import CORRUPTED_TOKEN, Request, RequestStatus
+from pageserve.messages import (
+    AddRequest,
+    ModelRunnerOutput,
+    NewRequestData,
+    RequestOutput,
+    ScheduledRow,
+    SchedulerOutput,
+    SchedulerStats,
+    TokenLogprobs,
+)
+
+LOOK_AHEAD = 4  # waiting requests tried behind one that does not fit
+MAX_OVERTAKEN = 8  # admissions past a blocked request, after which all wait for it
+RETRY_STEPS = 8  # steps between attempts of a blocked request while its blocks are not free
+
+_LAST_LIVE = RequestStatus.PREEMPTED
+_RUNNING_KEY = operator.attrgetter("running_key")
+
+
+class _Step:
+    """A plan in the making. Rows that decode and rows that carry a prompt chunk are kept apart."""
+
+    __slots__ = (
+        "budget",
+        "chunk_requests",
+        "chunk_rows",
+        "decode_requests",
+        "decode_rows",
+        "new_requests",
+        "preempted",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens left
+        self.new_requests: list[NewRequestData] = []
+        self.decode_rows: list[ScheduledRow] = []  # one token, which samples
+        self.decode_requests: list[Request] = []
+        self.chunk_rows: list[ScheduledRow] = []
+        self.chunk_requests: list[Request] = []  # of the chunk rows that sample
+        self.preempted = False
+
+
+class Scheduler:
+    """Continuous batching over one KV pool.
+
+    Promises: each request that enters gets exactly one output with a ``finish_reason``. A running
+    decode gets a token in every step it has a block for. Nobody is preempted for a request behind
+    it, so the first one always advances. A waiting request that does not fit is overtaken by at
+    most MAX_OVERTAKEN others (LOOK_AHEAD deep), a preempted one by none.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        eos_token_ids: Iterable[int] = (),
+        watermark: float = 0.01,
+        seed: int | None = None,
+    ) -> None:
+        """``watermark`` is the least share of the pool an admission leaves free for decodes (it
+        leaves one block for each running request in any case); ``seed`` makes the seeds of
+        requests that bring none reproducible. Raises ValueError for values that cannot work."""
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_model_len", max_model_len),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        if not 0 <= watermark < 1:
+            raise ValueError(f"watermark must lie in [0, 1), got {watermark}")
+        self.kv_cache_manager = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
+        self.policy = POLICIES[policy]
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # A running request costs at least a token a step, so more could not all advance.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_model_len = max_model_len
+        self.max_pool_tokens = num_blocks * block_size
+
+        self.requests: dict[str, Request] = {}  # all that have not had their final output
+        self.waiting = WaitingQueue(self.policy.waiting_key)
+        self.running: list[Request] = []  # sorted by running_key; preempted from the back
+        self._free_slots = list(range(self.max_num_seqs))  # heap: lowest first, a dense table
+        self._in_flight: dict[int, list[Request]] = {}  # step id → requests of its sampling rows
+
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._watermark_blocks = int(watermark * num_blocks)
+        self._random = random.Random(seed)
+        self._num_arrivals = 0
+        self._num_computed_tokens = 0  # over all requests with blocks
+        self._step_id = 0
+        self._num_scheduled_tokens = 0  # of the last step
+        self._total_scheduled_tokens = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+        self._num_preemptions = 0
+
+    # --- requests come and go ---------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> RequestOutput | None:
+        """Queue a request. One that can never run gets its final output, an error, at once.
+
+        Raises ValueError for an id that is live: outputs of two requests would be mixed up.
+        """
+        if message.request_id in self.requests:
+            raise ValueError(f"request id {message.request_id} is in use")
+        error = self._why_never(len(message.prompt_token_ids))
+        if error is not None:
+            return RequestOutput(message.request_id, [], "error", error=error)
+        self.waiting.push(self._register(message))
+        return None
+
+    def fork(self, parent_id: str, message: AddRequest) -> RequestOutput | None:
+        """Add a request that continues a running one's tokens and shares its blocks, the last one
+        by copy-on-write. Where that is not possible now it is queued like any other."""
+        parent = self.requests.get(parent_id)
+        num_tokens = len(message.prompt_token_ids)
+        if (
+            parent is None
+            or parent.status is not RequestStatus.RUNNING
+            or len(self.running) >= self.max_num_seqs
+            or not 0 < num_tokens <= min(parent.num_tokens, parent.num_computed_tokens + 1)
+            or message.request_id in self.requests
+            or message.cache_salt != parent.cache_salt
+            or message.prompt_token_ids != parent.token_ids[:num_tokens]
+            or self._why_never(num_tokens) is not None
+        ):
+            return self.add(message)
+        child = self._register(message)
+        self.kv_cache_manager.fork(parent, child)
+        child.slot = self._free_slots[0]
+        self._enter_running(child)
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests wherever they are; unknown and finished ids are ignored. Returns the final
+        output of each that was alive."""
+        outputs = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+                outputs.append(request.output([]))
+        if outputs:
+            self._drop_finished()
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether anything is left to schedule or to absorb."""
+        return bool(self.requests or self._in_flight)
+
+    # --- plan a step ------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step, or return None if nothing can run before older steps are absorbed.
+
+        There is no prefill or decode phase. Each request has ``num_computed_tokens`` that tries to
+        catch up with its known tokens plus those in flight, and is given ``min(missing, budget)``.
+        Those that miss one token come first and are never short of budget; prompt chunks share the
+        rest in running order; then the waiting are admitted. Only the first kind can need a block,
+        only it preempts, and only requests behind it that this step has not planned yet.
+        """
+        self.kv_cache_manager.begin_step()
+        step = _Step(self.max_num_batched_tokens)
+        unfinished = self._schedule_decodes(step)
+        if step.decode_rows:
+            pool = self.kv_cache_manager.block_pool
+            free_share = pool.num_free_blocks / pool.num_blocks
+            step.budget = self.policy.prompt_budget(step.budget, free_share)
+        for request in unfinished:
+            if step.budget == 0:
+                break
+            self._add_row(step, request)
+        if not step.preempted:
+            self._admit_waiting(step)
+        return self._seal(step)
+
+    def _schedule_decodes(self, step: _Step) -> list[Request]:
+        """Plan every running request that misses one token; return those that miss more."""
+        unfinished = []
+        rows, requests = step.decode_rows, step.decode_requests
+        no_blocks: list[int] = []  # one for all rows: hundreds of empty lists a step wake the GC
+        for request in self.running:  # preemption pops from the end, never before this request
+            num_tokens = request.num_tokens + request.num_output_placeholders
+            computed = request.num_computed_tokens
+            if num_tokens - computed != 1:
+                unfinished.append(request)
+                continue
+            if num_tokens >= request.max_num_tokens:
+                continue  # its last token is in flight
+            if computed < request.writable_end:
+                rows.append(ScheduledRow(request.slot, computed, 1, True, no_blocks))
+            else:
+                new_block_ids = self._allocate_or_preempt(step, request)
+                if new_block_ids is None:
+                    break
+                if request.scheduled_time == 0.0:  # a fork's first step
+                    self._announce(step, request)
+                    new_block_ids = []
+                rows.append(ScheduledRow(request.slot, computed, 1, True, new_block_ids))
+            request.num_computed_tokens = num_tokens
+            request.num_output_placeholders += 1
+            requests.append(request)
+        step.budget -= len(rows)
+        return unfinished
+
+    def _allocate_or_preempt(self, step: _Step, request: Request) -> list[int] | None:
+        """Make one more position writable at the cost of requests behind; None if it was the last
+        one itself and had to go. (Alone it always fits: ``max_num_tokens`` ends it in time.)"""
+        while True:
+            new_block_ids = self.kv_cache_manager.allocate_slots(request, 1)
+            if new_block_ids is not None:
+                return new_block_ids
+            victim = self.running.pop()
+            step.preempted = True
+            self._preempt(victim)
+            if victim is request:
+                assert self.running, "a lone request must fit the pool"
+                return None
+
+    def _preempt(self, request: Request) -> None:
+        """Take blocks and slot away; the request starts over from the front of the queue. A token
+        in flight is still absorbed, and it is not resumed before."""
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.num_required_blocks = 0
+        self._num_preemptions += 1
+        self.waiting.push(request)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """Admit from the front while there is room, looking a little past those that do not fit."""
+        blocked: list[Request] = []
+        while (
+            self.waiting
+            and step.budget > 0
+            and len(self.running) < self.max_num_seqs
+            and len(blocked) <= LOOK_AHEAD
+            and all(map(_may_be_overtaken, blocked))
+        ):
+            request = self.waiting.pop()
+            if self._admit(step, request):
+                for overtaken in blocked:
+                    overtaken.num_overtaken += 1
+            else:
+                blocked.append(request)
+        for request in blocked:
+            self.waiting.push(request)
+
+    def _admit(self, step: _Step, request: Request) -> bool:
+        """Start or resume a request if the pool has its blocks and headroom for the running."""
+        if request.num_output_placeholders:
+            return False
+        manager = self.kv_cache_manager
+        headroom = 0
+        if self.running:
+            # One block each carries all of them through the next block_size steps.
+            headroom = max(len(self.running) + 1, self._watermark_blocks)
+            short = request.num_required_blocks + headroom > manager.block_pool.num_free_blocks
+            if short and self._step_id < request.retry_step:
+                return False
+        computed = manager.get_computed_blocks(request)
+        request.slot = self._free_slots[0]
+        if not manager.allocate_prompt(request, computed, headroom):
+            request.slot = -1
+            request.retry_step = self._step_id + RETRY_STEPS
+            return False
+        self._enter_running(request)
+        self._announce(step, request)
+        self._add_row(step, request)
+        return True
+
+    def _enter_running(self, request: Request) -> None:
+        """Count a request that has just got blocks and the lowest free slot among the running."""
+        heapq.heappop(self._free_slots)
+        self._num_computed_tokens += request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        if self.running and self.running[-1].running_key > request.running_key:
+            bisect.insort(self.running, request, key=_RUNNING_KEY)
+        else:
+            self.running.append(request)
+
+    def _announce(self, step: _Step, request: Request) -> None:
+        """Introduce the request in its slot to the worker."""
+        if request.scheduled_time == 0.0:
+            request.scheduled_time = time.monotonic()
+            request.num_cached_tokens = request.num_computed_tokens
+            if self.kv_cache_manager.enable_prefix_caching:
+                self._prefix_cache_queries += request.num_tokens
+                self._prefix_cache_hits += request.num_computed_tokens
+        step.new_requests.append(
+            NewRequestData(
+                request.slot,
+                request.token_ids.copy(),
+                request.num_prompt_tokens,
+                request.block_ids.copy(),
+                request.sampling_params,
+                request.seed,
+            )
+        )
+
+    def _add_row(self, step: _Step, request: Request) -> None:
+        """Plan as many of a request's known tokens as the budget allows; their blocks are there."""
+        computed = request.num_computed_tokens
+        missing = request.num_tokens - computed
+        num_scheduled = min(missing, step.budget)
+        samples = num_scheduled == missing
+        row = ScheduledRow(request.slot, computed, num_scheduled, samples)
+        if samples and num_scheduled == 1:
+            step.decode_rows.append(row)
+            step.decode_requests.append(request)
+        else:
+            step.chunk_rows.append(row)
+            if samples:
+                step.chunk_requests.append(request)
+        request.num_computed_tokens = computed + num_scheduled
+        request.num_output_placeholders += samples
+        step.budget -= num_scheduled
+        self.kv_cache_manager.cache_blocks(request)
+
+    def _seal(self, step: _Step) -> SchedulerOutput | None:
+        """Number the step and remember whose tokens it will bring."""
+        block_updates = self.kv_cache_manager.take_block_updates()
+        if not (step.decode_rows or step.chunk_rows):
+            assert not block_updates and not step.new_requests, "changes without a row"
+            return None
+        num_scheduled = len(step.decode_rows)
+        for row in step.chunk_rows:
+            num_scheduled += row.num_scheduled_tokens
+        self._num_scheduled_tokens = num_scheduled
+        self._total_scheduled_tokens += num_scheduled
+        self._num_computed_tokens += num_scheduled
+        self._step_id += 1
+        self._in_flight[self._step_id] = step.decode_requests + step.chunk_requests
+        rows = step.decode_rows + step.chunk_rows
+        return SchedulerOutput(self._step_id, step.new_requests, block_updates, rows)
+
+    # --- absorb a step ----------------------------------------------------------------------------
+
+    def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
+        """Append the step's tokens to their requests and return what each one releases.
+
+        Tokens of requests that finished meanwhile are dropped. Raises KeyError for a step that was
+        never planned or is already absorbed, ValueError for a result that does not match it.
+        """
+        if result.step_id != step.step_id:
+            raise ValueError(f"result of step {result.step_id} given for step {step.step_id}")
+        requests = self._in_flight.pop(step.step_id)
+        outputs: list[RequestOutput] = []
+        num_live = len(self.requests)
+        logprobs = result.logprobs or [None] * len(requests)
+        for request, token_id, logprob in zip(
+            requests, result.sampled_token_ids, logprobs, strict=True
+        ):
+            request.num_output_placeholders -= 1
+            if request.status > _LAST_LIVE:
+                continue
+            num_tokens = request.num_tokens + 1
+            if token_id in request.stop_ids or num_tokens >= request.max_num_tokens:
+                outputs.append(self._absorb_last(request, token_id, logprob))
+                continue
+            request.token_ids.append(token_id)
+            request.num_tokens = num_tokens
+            if num_tokens >= request.next_hash_at:
+                self.kv_cache_manager.cache_blocks(request)
+            outputs.append(
+                RequestOutput(
+                    request.request_id,
+                    [token_id],
+                    None,
+                    None,
+                    None if logprob is None else [logprob],
+                    request.num_cached_tokens,
+                    request.num_preemptions,
+                    request.scheduled_time,
+                )
+            )
+        if len(self.requests) != num_live:
+            self._drop_finished()
+        return outputs
+
+    def _absorb_last(
+        self, request: Request, token_id: int, logprob: TokenLogprobs | None
+    ) -> RequestOutput:
+        """Absorb a token that may end its request (``min_tokens`` may still say no)."""
+        if token_id == CORRUPTED_TOKEN:
+            self.kv_cache_manager.forget(request)
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            return request.output([], error="internal_error: the model produced invalid logits")
+        request.token_ids.append(token_id)
+        request.num_tokens += 1
+        self.kv_cache_manager.cache_blocks(request)
+        stop = request.check_stop()
+        if stop is not None:
+            self._finish(request, stop[0])
+        return request.output(
+            [token_id],
+            stop_reason=None if stop is None else stop[1],
+            new_logprobs=None if logprob is None else [logprob],
+        )
+
+    # --- books ------------------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        """Return gauges and counters, at the same cost whatever is queued or running."""
+        pool = self.kv_cache_manager.block_pool
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            num_shared_blocks=pool.num_shared_blocks,
+            num_used_blocks=pool.num_blocks - pool.num_free_blocks,
+            peak_used_blocks=pool.peak_used_blocks,
+            used_slots=self.kv_cache_manager.used_slots(self._num_computed_tokens),
+            num_scheduled_tokens=self._num_scheduled_tokens,
+            prefix_cache_queries_total=self._prefix_cache_queries,
+            prefix_cache_hits_total=self._prefix_cache_hits,
+            preemptions_total=self._num_preemptions,
+            steps_total=self._step_id,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        self.kv_cache_manager.block_pool.reset()
+
+    def check_integrity(self) -> None:
+        """Assert that all books agree; callable between any two calls."""
+        running, waiting = self.running, self.waiting.requests()
+        assert len(running) + len(waiting) == len(self.requests) == len({*running, *waiting})
+        assert {*running, *waiting} == set(self.requests.values())
+        assert len(self.waiting) == len(waiting)
+        assert running == sorted(running, key=_RUNNING_KEY)
+        assert all(r.status is RequestStatus.RUNNING for r in running)
+        slots = [r.slot for r in running]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
+        for request in waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert not request.block_ids and not request.num_computed_tokens
+            assert request.slot == -1
+        in_flight = [r for requests in self._in_flight.values() for r in requests]
+        for request in self.requests.values():
+            assert request.num_tokens == len(request.token_ids) < request.max_num_tokens
+            assert request.num_output_placeholders == in_flight.count(request)
+        for request in running:
+            missing = request.num_tokens + request.num_output_placeholders
+            assert request.num_computed_tokens < missing, "nothing left to compute"
+        assert self._num_computed_tokens == sum(r.num_computed_tokens for r in running)
+        self.kv_cache_manager.check_integrity(running)
+
+    # --- shared parts -----------------------------------------------------------------------------
+
+    def _why_never(self, num_prompt_tokens: int) -> str | None:
+        """Return why a prompt of this length can never run, None if it can."""
+        if num_prompt_tokens == 0:
+            return "The prompt is empty."
+        if num_prompt_tokens >= self.max_model_len:
+            return (
+                f"This model's maximum context length is {self.max_model_len} tokens, but the "
+                f"prompt has {num_prompt_tokens}; at least one is needed for the output."
+            )
+        if num_prompt_tokens > self.max_pool_tokens:
+            return (
+                f"The prompt has {num_prompt_tokens} tokens, but the KV cache of this server "
+                f"holds {self.max_pool_tokens}."
+            )
+        return None
+
+    def _register(self, message: AddRequest) -> Request:
+        params = message.sampling_params
+        # The last token needs no room in the pool: nothing is computed from it.
+        max_num_tokens = min(self.max_model_len, self.max_pool_tokens + 1)
+        if params.max_tokens is not None:
+            num_wanted = len(message.prompt_token_ids) + params.max_tokens
+            max_num_tokens = min(max_num_tokens, num_wanted)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
+        request = Request(
+            message,
+            arrival=self._num_arrivals,
+            arrival_clock=self._total_scheduled_tokens,
+            seed=seed,
+            max_num_tokens=max_num_tokens,
+            eos_token_ids=self._eos_token_ids,
+        )
+        request.running_key = self.policy.running_key(request)
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        return request
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Release what the request holds. Steps in flight may still write to its blocks, which is
+        harmless as their next owner's steps run later. The caller tidies ``running``."""
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+            request.status = status
+        else:
+            request.status = status
+            self.waiting.discard()
+        del self.requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        self._num_computed_tokens -= request.num_computed_tokens
+        self.kv_cache_manager.free(request)
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = -1
+
+    def _drop_finished(self) -> None:
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+
+def _may_be_overtaken(request: Request) -> bool:
+    return request.num_overtaken < MAX_OVERTAKEN and request.num_preemptions == 0
