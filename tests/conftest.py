@@ -2,15 +2,18 @@
 
 import os
 
+import torch
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Without a GPU, kernels run under Triton's interpreter, chosen before anything imports triton.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import cached_folder, make_demo_llama, make_demo_qwen2, make_tiny_checkpoint
 
 from pageserve.config import DEMO_MODEL

@@ -1,12 +1,7 @@
-"""Without a GPU the kernels run under Triton's interpreter, chosen before triton is imported."""
-
-import os
+"""Where the kernels run: under Triton's interpreter without a GPU, compiled with one."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,568 @@
+"""Choosing tokens on the device: no sort, no host synchronisation, one draw per seed and position.
+
+Four launches, each over all rows; a row leaves a stage at once if it has no use for it.
+
+1. statistics   maximum, its lowest id and the sum of exponentials of every chunk of a row
+2. bounds       a row's totals; greedy rows are done. Where top-k, top-p or min-p apply, a cutoff
+                above which the survivors must lie, from the maxima of groups of 64 tokens
+3. draw         unfiltered rows: the best perturbed logit of every chunk; filtered rows: tokens
+                above the cutoff are gathered, a few dozen as a rule
+4. pick         filtered rows: the exact threshold by bisection over the gathered tokens, then
+                the best perturbed survivor
+
+The draw is Gumbel-max: argmax of logit / temperature - log(-log(u)), u = ((w >> 8) + 0.5) / 2**24,
+w the first word of Philox4x32-10 with the row's seed as key and (token id, position, 0, 0) as
+counter. Ties go to the lowest id everywhere. Probability mass is summed in fixed point, so no order
+of summation can change a result.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pageserve.kernels.launch import pdl_options, pdl_wait
+
+GROUP = tl.constexpr(64)  # tokens whose maximum is kept for the bounds
+GREEDY_EPS = tl.constexpr(1e-5)
+# No token this far below a row's maximum can win a draw: the noise spans [-2.86, 17.33].
+NOISE_SPAN = tl.constexpr(20.25)
+FIXED_POINT = tl.constexpr(float(2**40))
+
+
+@triton.jit
+def _ordered(x):
+    """Map float32 to int32 of the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _gumbel(seed, ids, position):
+    """Return the noise of ``ids`` (int32), accurate where it matters: for u near 1."""
+    word, _, _, _ = tl.philox(seed, ids, position, 0, 0)
+    n = (word >> 8).to(tl.int32)
+    # 1 - u, exact in the upper half, where u itself has no room for the last bit.
+    v = ((0xFFFFFF - n).to(tl.float32) + 0.5) * (2.0**-24)
+    u = tl.where(n >= 0x800000, 1 - v, (n.to(tl.float32) + 0.5) * (2.0**-24))
+    series = v * (1 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    exponential = tl.where(v < 2.0**-6, series, -tl.log(u))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _best(values, ids, V):
+    """Return the maximum and its lowest id (V where all is -inf or NaN)."""
+    best = tl.max(values, 0)
+    hit = (values == best) & (values > float("-inf"))
+    return best, tl.min(tl.where(hit, ids, V), 0)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr,  # [B, V]
+    temperature_ptr,  # [B], read if SCALED
+    maxima_ptr,  # [B, S]: the chunk's maximum, NaN if it holds one
+    best_ptr,  # [B, S] int32
+    sums_ptr,  # [B, S]
+    group_maxima_ptr,  # [B, S * CHUNK / GROUP], written if SCALED
+    logits_stride,
+    V,
+    S,
+    SCALED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    GROUPS: tl.constexpr = CHUNK // GROUP
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    groups = tl.arange(0, GROUPS)
+    ids = chunk * CHUNK + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    pdl_wait(PDL)
+    x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf"))
+    x = x.to(tl.float32)
+    if SCALED:
+        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.where(temperature < GREEDY_EPS, 1.0, temperature)
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    group_maxima = tl.max(x, 1)
+    if SCALED:
+        tl.store(group_maxima_ptr + (row * S + chunk) * GROUPS + groups, group_maxima)
+    best = tl.max(group_maxima, 0)
+    hit = (x == best) & (x > float("-inf"))
+    best_id = tl.min(tl.min(tl.where(hit, ids, V), 1), 0)
+    has_nan = tl.sum(tl.sum((x != x).to(tl.int32), 1), 0) > 0
+    safe_best = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(tl.sum(tl.exp(x - safe_best), 1), 0)
+    tl.store(maxima_ptr + row * S + chunk, tl.where(has_nan, float("nan"), best))
+    tl.store(best_ptr + row * S + chunk, best_id)
+    tl.store(sums_ptr + row * S + chunk, total)
+
+
+@triton.jit
+def _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD: tl.constexpr):
+    """Return a row's maximum (NaN: unusable, as are logits that are all -inf), its id, its sum."""
+    s = tl.arange(0, S_PAD)
+    mask = s < S
+    maxima = tl.load(maxima_ptr + row * S + s, mask=mask, other=float("-inf"))
+    has_nan = tl.sum((maxima != maxima).to(tl.int32), 0) > 0
+    ids = tl.load(best_ptr + row * S + s, mask=mask, other=V)
+    sums = tl.load(sums_ptr + row * S + s, mask=mask, other=0.0)
+    best, best_id = _best(maxima, ids, V)
+    safe_best = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(sums * tl.exp(maxima - safe_best), 0)
+    unusable = has_nan | (best == float("-inf"))
+    return tl.where(unusable, float("nan"), best), tl.where(unusable, -1, best_id), total
+
+
+@triton.jit
+def _greedy_kernel(
+    maxima_ptr, best_ptr, sums_ptr, sampled_ptr, S, V, S_PAD: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    pdl_wait(PDL)
+    _, best_id, _ = _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD)
+    tl.store(sampled_ptr + row, best_id.to(tl.int64))
+
+
+@triton.jit
+def _bounds_kernel(
+    maxima_ptr,
+    best_ptr,
+    sums_ptr,
+    group_maxima_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    row_max_ptr,  # [B]: NaN if there is nothing left to do
+    row_sum_ptr,  # [B]
+    cutoff_ptr,  # [B]: NaN for unfiltered rows
+    counts_ptr,  # [B] int32, zeroed
+    sampled_ptr,  # [B] int64: greedy rows and -1 for unusable ones
+    S,
+    V,
+    num_groups,
+    S_PAD: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    pdl_wait(PDL)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    best, best_id, total = _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD)
+    tl.store(sampled_ptr + row, best_id.to(tl.int64))
+    tl.store(counts_ptr + row, 0)
+    tl.store(row_sum_ptr + row, total)
+    greedy = temperature < GREEDY_EPS
+    tl.store(row_max_ptr + row, tl.where(greedy, float("nan"), best))
+    has_k = (top_k > 0) & (top_k < V)
+    cutoff = float("nan")
+    if has_k | (top_p < 1) | (min_p > 0):
+        cutoff = float("-inf")
+        if min_p > 0:
+            cutoff = best + tl.log(min_p) - 1e-3
+        if has_k | (min_p <= 0):
+            # The largest t such that enough group maxima reach it: then so do enough tokens.
+            g = tl.arange(0, GROUPS_PAD)
+            maxima = tl.load(
+                group_maxima_ptr + row * num_groups + g, mask=g < num_groups, other=float("-inf")
+            )
+            keys = _ordered(maxima).to(tl.int64)
+            weights = tl.exp(maxima - best)
+            wanted = top_p * total * 1.0001
+            low = _ordered(best - 88.0).to(tl.int64)
+            high = _ordered(best).to(tl.int64)
+            while low < high:
+                middle = low + (high - low + 1) // 2
+                hit = keys >= middle
+                if has_k:
+                    enough = tl.sum(hit.to(tl.int32), 0) >= top_k
+                else:
+                    enough = tl.sum(tl.where(hit, weights, 0.0), 0) >= wanted
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+            bound = tl.min(tl.where(keys >= low, maxima, float("inf")), 0)
+            reached = tl.sum((keys >= low).to(tl.int32), 0) >= top_k
+            if not has_k:
+                reached = tl.sum(tl.where(keys >= low, weights, 0.0), 0) >= wanted
+            bound = tl.where(reached, bound, float("-inf"))
+            if not has_k:
+                # All tokens below this together weigh less than what top-p drops.
+                rest = best - tl.log(V / (tl.maximum(1 - top_p, 1e-7) * total)) - 1e-3
+                bound = tl.maximum(bound, rest)
+            cutoff = tl.maximum(cutoff, bound)
+    tl.store(cutoff_ptr + row, cutoff)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    row_max_ptr,
+    cutoff_ptr,
+    counts_ptr,
+    best_value_ptr,  # [B, S]
+    best_id_ptr,  # [B, S]
+    gathered_ptr,  # [B, V] float32, scaled logits
+    gathered_ids_ptr,  # [B, V] int32
+    logits_stride,
+    V,
+    S,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    pdl_wait(PDL)
+    row_max = tl.load(row_max_ptr + row)
+    if row_max == row_max:
+        cutoff = tl.load(cutoff_ptr + row)
+        x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf"))
+        temperature = tl.load(temperature_ptr + row)
+        x = tl.div_rn(x.to(tl.float32), tl.zeros([CHUNK], tl.float32) + temperature)
+        if cutoff != cutoff:
+            candidate = x >= row_max - NOISE_SPAN
+            best = float("-inf")
+            best_id = V
+            if tl.sum(candidate.to(tl.int32), 0) > 0:
+                noise = _gumbel(tl.load(seeds_ptr + row), ids, tl.load(positions_ptr + row))
+                best, best_id = _best(tl.where(candidate, x + noise, float("-inf")), ids, V)
+            tl.store(best_value_ptr + row * S + chunk, best)
+            tl.store(best_id_ptr + row * S + chunk, best_id)
+        else:
+            keep = (x >= cutoff) & (x > float("-inf"))
+            rank = tl.cumsum(keep.to(tl.int32), 0)
+            count = tl.sum(keep.to(tl.int32), 0)
+            if count > 0:
+                place = row * V + tl.atomic_add(counts_ptr + row, count, sem="relaxed") + rank - 1
+                tl.store(gathered_ptr + place, x, mask=keep)
+                tl.store(gathered_ids_ptr + place, ids, mask=keep)
+
+
+@triton.jit
+def _mass(x, row_max):
+    """Return the probability mass of scaled logits relative to the row's best, in fixed point."""
+    return (tl.exp(x - row_max) * FIXED_POINT).to(tl.int64)
+
+
+@triton.jit
+def _measure(
+    values_ptr, ids_ptr, count, key, last_id, row_max, min_p,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the mass (or number) of gathered tokens ranked down to (``key``, ``last_id``)."""
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, count, BLOCK):
+        mask = begin + offsets < count
+        x = tl.load(values_ptr + begin + offsets, mask=mask, other=float("-inf"))
+        ids = tl.load(ids_ptr + begin + offsets, mask=mask, other=0)
+        keys = _ordered(x).to(tl.int64)
+        hit = mask & ((keys > key) | ((keys == key) & (ids <= last_id)))
+        hit = hit & (tl.exp(x - row_max) >= min_p)
+        weight = _mass(x, row_max) if WEIGHTED else tl.full([BLOCK], 1, tl.int64)
+        total += tl.where(hit, weight, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _threshold(
+    values_ptr, ids_ptr, count, target, low, row_max, min_p, V,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return (key, last id) of the shortest ranking whose measure reaches ``target``."""
+    high = _ordered(row_max).to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        measure = _measure(values_ptr, ids_ptr, count, middle, V, row_max, min_p, WEIGHTED, BLOCK)
+        reached = measure >= target
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    first_id = 0
+    last_id = V
+    if _measure(values_ptr, ids_ptr, count, low, V, row_max, min_p, WEIGHTED, BLOCK) > target:
+        while first_id < last_id:
+            middle_id = (first_id + last_id) // 2
+            measure = _measure(
+                values_ptr, ids_ptr, count, low, middle_id, row_max, min_p, WEIGHTED, BLOCK
+            )
+            reached = measure >= target
+            last_id = tl.where(reached, middle_id, last_id)
+            first_id = tl.where(reached, first_id, middle_id + 1)
+    return low, last_id
+
+
+@triton.jit
+def _pick_kernel(
+    seeds_ptr,
+    positions_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    row_max_ptr,
+    row_sum_ptr,
+    cutoff_ptr,
+    counts_ptr,
+    best_value_ptr,
+    best_id_ptr,
+    gathered_ptr,
+    gathered_ids_ptr,
+    sampled_ptr,
+    V,
+    S,
+    S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    pdl_wait(PDL)
+    row_max = tl.load(row_max_ptr + row)
+    if row_max == row_max:
+        cutoff = tl.load(cutoff_ptr + row)
+        if cutoff != cutoff:
+            s = tl.arange(0, S_PAD)
+            values = tl.load(best_value_ptr + row * S + s, mask=s < S, other=float("-inf"))
+            ids = tl.load(best_id_ptr + row * S + s, mask=s < S, other=V)
+            _, best_id = _best(values, ids, V)
+        else:
+            values_ptr = gathered_ptr + row * V
+            ids_ptr = gathered_ids_ptr + row * V
+            count = tl.load(counts_ptr + row)
+            top_k = tl.load(top_k_ptr + row)
+            top_p = tl.load(top_p_ptr + row)
+            min_p = tl.load(min_p_ptr + row)
+            low = _ordered(tl.maximum(cutoff, -3.4e38)).to(tl.int64)
+            key = low
+            last_id = V
+            mass = (tl.load(row_sum_ptr + row).to(tl.float64) * FIXED_POINT).to(tl.int64)
+            if (top_k > 0) & (top_k < V):
+                key, last_id = _threshold(
+                    values_ptr, ids_ptr, count, top_k.to(tl.int64), low, row_max, min_p, V,
+                    False, BLOCK,
+                )  # fmt: skip
+            if ((top_k > 0) & (top_k < V)) | (min_p > 0):
+                mass = _measure(
+                    values_ptr, ids_ptr, count, key, last_id, row_max, min_p, True, BLOCK
+                )
+            if top_p < 1:
+                target = (top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+                p_key, p_last_id = _threshold(
+                    values_ptr, ids_ptr, count, tl.maximum(target, 1), low, row_max, min_p, V,
+                    True, BLOCK,
+                )  # fmt: skip
+                last_id = tl.where(p_key > key, p_last_id, tl.minimum(last_id, p_last_id))
+                key = tl.maximum(key, p_key)
+            seed = tl.load(seeds_ptr + row)
+            position = tl.load(positions_ptr + row)
+            offsets = tl.arange(0, BLOCK)
+            best_value = float("-inf")
+            best_id = V
+            for begin in range(0, count, BLOCK):
+                mask = begin + offsets < count
+                x = tl.load(values_ptr + begin + offsets, mask=mask, other=float("-inf"))
+                ids = tl.load(ids_ptr + begin + offsets, mask=mask, other=0)
+                keys = _ordered(x).to(tl.int64)
+                kept = mask & ((keys > key) | ((keys == key) & (ids <= last_id)))
+                kept = kept & (tl.exp(x - row_max) >= min_p)
+                perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
+                value, value_id = _best(perturbed, ids, V)
+                better = (value > best_value) | ((value == best_value) & (value_id < best_id))
+                best_id = tl.where(better, value_id, best_id)
+                best_value = tl.where(better, value, best_value)
+        tl.store(sampled_ptr + row, best_id.to(tl.int64))
+
+
+@triton.jit
+def _logprob_kernel(
+    logits_ptr, ids_ptr, maxima_ptr, best_ptr, sums_ptr, out_ptr, logits_stride, S, V,
+    S_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    pdl_wait(PDL)
+    best, _, total = _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    x = tl.load(logits_ptr + row * logits_stride + tl.maximum(token, 0)).to(tl.float32)
+    logprob = x - best - tl.log(total)
+    tl.store(out_ptr + row, tl.where(token < 0, float("nan"), logprob))
+
+
+class _Statistics:
+    """The first stage's results for ``logits`` [B, V], scaled by ``temperature`` [B] if given."""
+
+    def __init__(self, logits: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
+        rows, self.vocab = logits.shape
+        # Fixed by the vocabulary alone, so a row's sums do not depend on the batch around it.
+        self.chunk = 4096 if self.vocab > 4096 else max(64, triton.next_power_of_2(self.vocab))
+        self.splits = triton.cdiv(self.vocab, self.chunk)
+        self.splits_pad = triton.next_power_of_2(self.splits)
+        self.num_groups = self.splits * self.chunk // GROUP.value
+        shape, device = (rows, self.splits), logits.device
+        self.maxima = torch.empty(shape, dtype=torch.float32, device=device)
+        self.best = torch.empty(shape, dtype=torch.int32, device=device)
+        self.sums = torch.empty(shape, dtype=torch.float32, device=device)
+        groups = (rows, self.num_groups) if temperature is not None else (0,)
+        self.group_maxima = torch.empty(groups, dtype=torch.float32, device=device)
+        _statistics_kernel[(rows, self.splits)](
+            logits,
+            temperature if temperature is not None else self.maxima,
+            self.maxima,
+            self.best,
+            self.sums,
+            self.group_maxima,
+            logits.stride(0),
+            self.vocab,
+            self.splits,
+            SCALED=temperature is not None,
+            CHUNK=self.chunk,
+            num_warps=8 if self.chunk >= 4096 else 4,
+            **pdl_options(device),
+        )
+
+
+def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
+    """Return the lowest id of the highest logit per row of ``logits`` [B, V] as int64 [B].
+
+    -1 for rows that hold NaN or nothing but -inf.
+    """
+    rows = logits.shape[0]
+    sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return sampled
+    stats = _Statistics(logits)
+    _greedy_kernel[(rows,)](
+        stats.maxima,
+        stats.best,
+        stats.sums,
+        sampled,
+        stats.splits,
+        stats.vocab,
+        S_PAD=stats.splits_pad,
+        num_warps=1,
+        **pdl_options(logits.device),
+    )
+    return sampled
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Return one id per row of ``logits`` [B, V] as int64 [B]; -1 as in :func:`greedy_sample`.
+
+    Per row: ``temperature`` float32 (below 1e-5: greedy), ``top_k`` int32 (0 or less: off),
+    ``top_p`` and ``min_p`` float32, ``seeds`` int64 (the 64 bits of the key), ``positions`` int32
+    (index of the token among the outputs). min-p applies first, then top-k, then top-p to what is
+    left, renormalised.
+    """
+    rows, vocab = logits.shape
+    device = logits.device
+    sampled = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows == 0:
+        return sampled
+    stats = _Statistics(logits, temperature)
+    row_max, row_sum, cutoff = torch.empty(3, rows, dtype=torch.float32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    gathered = torch.empty(rows, vocab, dtype=torch.float32, device=device)
+    gathered_ids = torch.empty(rows, vocab, dtype=torch.int32, device=device)
+    best_value = torch.empty(rows, stats.splits, dtype=torch.float32, device=device)
+    best_id = torch.empty(rows, stats.splits, dtype=torch.int32, device=device)
+    pdl = pdl_options(device)
+    _bounds_kernel[(rows,)](
+        stats.maxima,
+        stats.best,
+        stats.sums,
+        stats.group_maxima,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        row_max,
+        row_sum,
+        cutoff,
+        counts,
+        sampled,
+        stats.splits,
+        vocab,
+        stats.num_groups,
+        S_PAD=stats.splits_pad,
+        GROUPS_PAD=triton.next_power_of_2(stats.num_groups),
+        num_warps=8,
+        **pdl,
+    )
+    _draw_kernel[(rows, stats.splits)](
+        logits,
+        temperature,
+        seeds,
+        positions,
+        row_max,
+        cutoff,
+        counts,
+        best_value,
+        best_id,
+        gathered,
+        gathered_ids,
+        logits.stride(0),
+        vocab,
+        stats.splits,
+        CHUNK=stats.chunk,
+        num_warps=8 if stats.chunk >= 4096 else 4,
+        **pdl,
+    )
+    _pick_kernel[(rows,)](
+        seeds,
+        positions,
+        top_k,
+        top_p,
+        min_p,
+        row_max,
+        row_sum,
+        cutoff,
+        counts,
+        best_value,
+        best_id,
+        gathered,
+        gathered_ids,
+        sampled,
+        vocab,
+        stats.splits,
+        S_PAD=stats.splits_pad,
+        BLOCK=1024,
+        num_warps=4,
+        **pdl,
+    )
+    return sampled
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return log_softmax(``logits`` [B, V]) at ``token_ids`` [B] as float32 [B]; NaN at id -1."""
+    rows = logits.shape[0]
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return out
+    stats = _Statistics(logits)
+    _logprob_kernel[(rows,)](
+        logits,
+        token_ids,
+        stats.maxima,
+        stats.best,
+        stats.sums,
+        out,
+        logits.stride(0),
+        stats.splits,
+        stats.vocab,
+        S_PAD=stats.splits_pad,
+        num_warps=1,
+        **pdl_options(logits.device),
+    )
+    return out

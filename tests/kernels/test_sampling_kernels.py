@@ -1,0 +1,134 @@
+"""Greedy choice, the filtered draw and log probabilities against a plain statement of the rules."""
+
+import pytest
+import reference
+import torch
+
+from pageserve.kernels.sampling import greedy_sample, sample, token_logprobs
+
+NAN, INF = float("nan"), float("inf")
+
+
+def draw_logits(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + vocab)
+    return (3 * torch.randn(rows, vocab, generator=generator)).to(dtype).to(device)
+
+
+def draw(logits: torch.Tensor, rows: list[tuple[float, int, float, float, int, int]]) -> list[int]:
+    """Sample with (temperature, top_k, top_p, min_p, seed, position) per row."""
+    temperature, top_k, top_p, min_p, seeds, positions = zip(*rows, strict=True)
+
+    def column(values: tuple, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
+
+    return sample(
+        logits,
+        column(temperature, torch.float32),
+        column(top_k, torch.int32),
+        column(top_p, torch.float32),
+        column(min_p, torch.float32),
+        column(seeds, torch.int64),
+        column(positions, torch.int32),
+    ).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 1000, 9001])
+def test_greedy(dtype, vocab, device):
+    logits = draw_logits(6, vocab, dtype, device)
+    logits[1, :4] = 99.0  # ties
+    logits[2, vocab - 1] = 77.0
+    logits[3, vocab // 2] = NAN
+    logits[4] = -INF
+    expected = [int(x.float().argmax()) for x in logits]
+    expected[1], expected[3], expected[4] = 0, -1, -1
+    assert greedy_sample(logits).tolist() == expected
+    neutral = [(0.0, 0, 1.0, 0.0, 0, 0)] * 6
+    assert draw(logits, neutral) == expected
+    assert greedy_sample(logits[:0]).tolist() == []
+
+
+def test_philox_is_the_standard_one():
+    ids = torch.tensor([0, 0xFFFFFFFF])
+    # Random123's known answers for counter and key all zero; ids alone differ from its others.
+    assert reference.philox(0, ids[:1], 0).item() == 0x6627E8D5
+
+
+PARAMETERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.3, 0, 1.0, 0.0),
+    (2.0, 5, 1.0, 0.0),
+    (1.0, 300, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.5, 0, 0.3, 0.0),
+    (1.0, 0, 0.9999, 0.0),
+    (1.0, 0, 0.0, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (0.8, 40, 0.8, 0.0),
+    (1.2, 20, 0.95, 0.1),
+    (1.0, 1, 0.5, 0.5),
+    (1.0, 100000, 0.7, 0.0),
+    (1.0, -1, 1.0, 0.0),
+    (0.0, 3, 0.5, 0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [70, 4100])
+def test_sample(dtype, vocab, device):
+    logits = draw_logits(len(PARAMETERS), vocab, dtype, device)
+    for position in range(3 if device.type == "cuda" else 1):
+        seeds = [(i * 0x9E3779B97F4A7C15 + position) % 2**63 - 2**62 for i in range(len(logits))]
+        rows = [(*p, seed, position) for p, seed in zip(PARAMETERS, seeds, strict=True)]
+        expected = [reference.sample(x.cpu(), *row) for x, row in zip(logits, rows, strict=True)]
+        assert draw(logits, rows) == expected
+
+
+def test_sample_keeps_exactly_k_of_tied_logits(device):
+    logits = torch.zeros(20, 500, device=device)
+    logits[:, 100:] = 1.0  # 400 ties at the top; the lowest 5 ids of them survive
+    rows = [(1.0, 5, 1.0, 0.0, seed, 0) for seed in range(20)]
+    assert set(draw(logits, rows)) == set(range(100, 105))
+    rows = [(1.0, 0, 0.01, 0.0, seed, 0) for seed in range(20)]
+    mass = (400 * 2.718281828 + 100) * 0.01 / 2.718281828  # top-p keeps ties by id as well
+    assert set(draw(logits, rows)) <= set(range(100, 100 + int(mass) + 1))
+
+
+def test_unusable_rows_and_masked_tokens(device):
+    logits = draw_logits(4, 300, torch.float32, device)
+    logits[0, 7] = NAN
+    logits[1] = -INF
+    logits[2] = -INF
+    logits[2, 123] = -50.0
+    logits[3, 10:] = -INF
+    for row in [(1.0, 0, 1.0, 0.0, 1, 2), (1.0, 50, 0.9, 0.0, 1, 2)]:
+        drawn = draw(logits, [row] * 4)
+        assert drawn[:3] == [-1, -1, 123] and 0 <= drawn[3] < 10
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    logits = draw_logits(5, 5000, torch.float32, device)
+    rows = [(1.0, 0, 0.95, 0.0, 10 + i, i) for i in range(5)]
+    together = draw(logits, rows)
+    alone = [draw(logits[i : i + 1], rows[i : i + 1])[0] for i in range(5)]
+    assert together == alone
+
+
+def test_draws_follow_the_distribution(device):
+    count = 4000 if device.type == "cuda" else 150
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4], device=device).log().repeat(count, 1)
+    drawn = torch.tensor(draw(logits, [(1.0, 0, 1.0, 0.0, 7, i) for i in range(count)]))
+    shares = drawn.bincount(minlength=4) / count
+    assert (shares - torch.tensor([0.1, 0.2, 0.3, 0.4])).abs().max() < 1.5 / count**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_logprobs(dtype, device):
+    logits = draw_logits(3, 5000, dtype, device)
+    logits[1, 5:] = -INF
+    ids = torch.tensor([4999, 2, -1], device=device)
+    expected = logits.double().log_softmax(-1)
+    out = token_logprobs(logits, ids).cpu()
+    assert abs(out[0] - expected[0, 4999].cpu()) < 1e-5
+    assert abs(out[1] - expected[1, 2].cpu()) < 1e-5
+    assert out[2].isnan()
