@@ -80,8 +80,10 @@ def list_tensors(path: Path) -> dict[str, TensorInfo]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor name → shard file of the index, empty for an unsharded checkpoint."""
-    if not (path / INDEX_FILE).exists():
+    """Return tensor name → shard file of the index, empty for an unsharded checkpoint.
+
+    A single file wins over an index beside it, as in transformers."""
+    if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
         return {}
     weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -35,7 +35,8 @@ __all__ = [
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
-# What a family does when its config.json leaves a key out.
+# What a family does when its config.json leaves a key out. A null in the file is not that: it
+# switches a sliding window off, for one.
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1},
     "MistralForCausalLM": {
@@ -182,7 +183,7 @@ def load_generation_defaults(path: Path) -> GenerationDefaults:
 
 
 class _Fields:
-    """Typed look-ups in a config.json; null counts as absent, as in transformers."""
+    """Typed look-ups in a config.json; null reads as the caller's default."""
 
     def __init__(self, content: dict[str, Any], source: str) -> None:
         self.content, self.source = content, source
@@ -226,10 +227,7 @@ def _from_directory(path: Path) -> ModelConfig:
 
 def _from_fields(content: dict[str, Any], source: str) -> ModelConfig:
     architecture = _architecture(content, source)
-    present = {key: value for key, value in content.items() if value is not None}
-    if "sliding_window" in content:  # null switches the window off, absence does not
-        present.setdefault("sliding_window", None)
-    fields = _Fields(FAMILIES[architecture] | present, source)
+    fields = _Fields(FAMILIES[architecture] | content, source)
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads", num_heads)
@@ -458,7 +456,7 @@ def _from_gguf(path: Path) -> ModelConfig:
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
     }
-    config = _from_fields(content, str(path))
+    config = _from_fields({k: v for k, v in content.items() if v is not None}, str(path))
     rotated = metadata.get(f"{name}.rope.dimension_count", config.head_dim)
     if not rotated == metadata.get(f"{name}.attention.value_length", rotated) == config.head_dim:
         raise ModelError(f"{path}: partly rotated heads or values of another size are not served")

@@ -188,7 +188,7 @@ def make_demo_llama(gguf_file: Path, folder: Path) -> None:
     """Convert the embedded model with transformers' own GGUF reader, in float32."""
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del model.config.quantization_config  # of the file it came from
+    del model.config.quantization_config, model.hf_quantizer  # of the file it came from
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
@@ -204,7 +204,8 @@ def make_demo_qwen2(llama: Path, folder: Path) -> None:
         for layer in range(config["num_hidden_layers"])
         for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))
     }
-    weights, extra = "model.safetensors", "biases.safetensors"
+    weights, extra = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors").rename(folder / weights)
     save_file(biases, folder / extra, metadata={"format": "pt"})
     with (folder / weights).open("rb") as stream:
         stored = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

@@ -53,14 +53,12 @@ def run(path, prompts, **options):
     """Return the logits of several prompts computed as one batch from the files in ``path``."""
     config = load_model_config(path)
     backend = DenseReferenceBackend()
-    defaults = {"dtype": torch.float32, "device": "cpu"}
-    model = load_model(
-        path,
-        config,
-        backend=backend,
-        max_model_len=config.max_position_embeddings,
-        **(defaults | options),
-    )
+    defaults = {
+        "dtype": torch.float32,
+        "device": "cpu",
+        "max_model_len": config.max_position_embeddings,
+    }
+    model = load_model(path, config, backend=backend, **(defaults | options))
     runner = PagedRunner(model, backend, num_blocks=128)
     logits = runner.step(list(enumerate(prompts)))
     return logits.split([len(prompt) for prompt in prompts])
