@@ -59,6 +59,10 @@ class Tokenizer:
         self.strips_leading_space = spelling.strips_leading_space
         self._token_bytes = spelling.byte_table()
         self.size = len(self._token_bytes)
+        self._tables = {
+            True: _decode_tables(self._token_bytes, self.special_ids),
+            False: _decode_tables(self._token_bytes, frozenset()),
+        }
         self._vanishing = spelling.vanishing()
         self.max_token_chars = (
             sys.maxsize
@@ -106,15 +110,7 @@ class Tokenizer:
     def decode_tables(self, skip_special_tokens: bool) -> DecodeTables:
         """Return (texts, bytes) by id: the text is None where the bytes alone are not valid UTF-8;
         undefined ids, and special ones if they are to be skipped, are empty."""
-        return self._hiding_tables if skip_special_tokens else self._showing_tables
-
-    @functools.cached_property
-    def _hiding_tables(self) -> DecodeTables:
-        return _decode_tables(self._token_bytes, self.special_ids)
-
-    @functools.cached_property
-    def _showing_tables(self) -> DecodeTables:
-        return _decode_tables(self._token_bytes, frozenset())
+        return self._tables[skip_special_tokens]
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of ``text`` without tokenising it."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -118,29 +119,23 @@ def test_length_bound_refuses_what_is_absurd(demo):
 
 def test_encoding_lets_other_threads_run(demo):
     text = "hello world, this is a long prompt. " * 20_000
-    gaps, stop = [0.0], threading.Event()
+    beats, stop = [], threading.Event()
 
     def beat() -> None:
-        last = time.perf_counter()
-        while not stop.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
+        while not stop.wait(0.001):
+            beats.append(time.perf_counter())
 
     thread = threading.Thread(target=beat)
     thread.start()
     begin = time.perf_counter()
     demo.encode(text, add_special_tokens=False)
-    took = time.perf_counter() - begin
+    end = time.perf_counter()
     stop.set()
     thread.join()
-    assert max(gaps) < max(0.5 * took, 0.1)
+    assert sum(begin + 0.01 < t < end - 0.01 for t in beats) > 3
 
 
 def test_loading_imports_neither_torch_nor_transformers():
-    import subprocess
-
     code = (
         "import sys, pageserve.tokenizer, pageserve.api.chat, pageserve.engine.output_processor;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -267,7 +267,7 @@ class OutputProcessor:
         end = len(self._held) - len(text) + num_read
         if self._params.include_stop_str_in_output:
             self._held = self._held[:end]
-            self._reveal_from = max(end - length, 0)  # its start may have been released already
+            self._reveal_from = end - length
         else:
             self._held = self._held[: end - length]
         return matcher.stops[index]

@@ -169,6 +169,16 @@ def test_min_tokens_blocks_matches_that_end_too_early():
     assert replay("a", "S", "T", "x", stop=["ST"], min_tokens=3) == ("aSTx", "length", None, 4)
 
 
+def test_a_match_that_may_not_stop_is_not_held_back():
+    script = Script("a", "ST", "b")
+    params = SamplingParams(stop=["ST", "T!"], min_tokens=3)
+    texts = run(script.tokenizer, steps(script.ids), params)
+    assert [t.text for t in texts] == ["a", "S", "Tb"]
+    params = SamplingParams(stop=["ST"], min_tokens=3)
+    texts = run(script.tokenizer, steps(script.ids), params)
+    assert [t.text for t in texts] == ["a", "ST", "b"]
+
+
 def test_leading_space_in_a_stop_string():
     assert replay(" the", " cat", " sat", stop=[" cat"]) == (" the", "stop", " cat", 2)
     tokenizer = sentencepiece_tokenizer()
