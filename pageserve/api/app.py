@@ -35,7 +35,6 @@ def build_app(context: ServingContext) -> FastAPI:
     app = FastAPI(
         title="pageserve",
         version=pageserve.__version__,
-        root_path=context.config.root_path,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

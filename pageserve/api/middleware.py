@@ -33,8 +33,10 @@ class RequestFrame:
             return
         method = scope["method"]
         request_id = _request_id(header_values(scope, b"x-request-id"))
-        scope["request_id"] = request_id
-        inner = {**scope, "method": "GET"} if method == "HEAD" else scope
+        inner = {**scope, "method": "GET"} if method == "HEAD" else dict(scope)
+        inner["request_id"] = request_id
+        if self.context.config.root_path:
+            inner["root_path"] = self.context.config.root_path
         status = 0
 
         async def framed(message: Message) -> None:

@@ -155,7 +155,11 @@ MESSAGE_CASES = [
     ({"messages": [1] * 4000}, "invalid_type", "messages[0]"),
     ({"messages": [*HI, {"content": "x"}]}, "missing_required_parameter", "messages[1].role"),
     ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
-    ({"messages": [*HI, *HI, {"role": "user", "content": 1}]}, "invalid_type", "messages[2].content"),
+    (
+        {"messages": [*HI, *HI, {"role": "user", "content": 1}]},
+        "invalid_type",
+        "messages[2].content",
+    ),
     ({"messages": [{"role": "user", "content": []}]}, "empty_array", "messages[0].content"),
     ({"messages": [{"role": "robot", "content": ""}]}, "invalid_value", "messages[0].role"),
     ({"messages": [{"role": "function", "content": ""}]}, "unsupported_value", "messages[0].role"),

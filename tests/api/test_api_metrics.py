@@ -1,0 +1,154 @@
+"""/metrics: names, exact counts, and no label that a client can choose."""
+
+import pytest
+from api_harness import CHAT, CMPL
+from prometheus_client.parser import text_string_to_metric_families
+
+GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+COUNTERS = [
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total",
+    "generation_tokens_total", "num_preemptions_total",
+]  # fmt: skip
+HISTOGRAMS = [
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
+    "iteration_tokens_total",
+]  # fmt: skip
+LABELS = '{engine="0",model_name="tiny"}'
+REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+def sample(metrics, name, **labels):
+    pairs = {"engine": "0", "model_name": "tiny", **labels}
+    inner = ",".join(f'{k}="{v}"' for k, v in sorted(pairs.items()))
+    return metrics[f"vllm:{name}{{{inner}}}"]
+
+
+def test_every_name_is_there_at_zero(make_api):
+    metrics = make_api(loaded=False).metrics()
+    for name in (*GAUGES, *COUNTERS):
+        assert sample(metrics, name) == 0
+    for name in HISTOGRAMS:
+        assert sample(metrics, name + "_count") == sample(metrics, name + "_sum") == 0
+        assert sample(metrics, name + "_bucket", le="+Inf") == 0
+    for reason in REASONS:
+        assert sample(metrics, "request_success_total", finished_reason=reason) == 0
+    assert any(name.startswith("vllm:cache_config_info{") for name in metrics)
+    assert any(name.startswith("process_") for name in metrics)
+    assert any(name.startswith("python_gc_") for name in metrics)
+
+
+def test_text_parses_and_openmetrics_is_served_when_asked_for(api):
+    api.chat()
+    response = api.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {f.name for f in text_string_to_metric_families(response.text)}
+    assert "vllm:generation_tokens" in families
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    response = api.get("/metrics", headers=accept)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_counts_of_a_scripted_workload_are_exact(make_api):
+    api = make_api(script=list(b"abcdef"), num_cached=1)
+    prompts = []
+    for stream in (False, True):
+        api.chat(stream=stream)  # 6 tokens and EOS
+        prompts.append(len(api.engine.requests[-1].prompt_token_ids))
+        api.cmpl(max_tokens=3, stream=stream)
+        prompts.append(2)
+    api.cmpl(prompt=["one", "three"], max_tokens=1)
+    prompts += [3, 5]
+    api.cmpl(max_tokens=0)  # refused
+    metrics = api.metrics()
+
+    def value(name, **labels):
+        return sample(metrics, name, **labels)
+
+    num_output = [7, 3, 7, 3, 1, 1]
+    assert value("prompt_tokens_total") == sum(prompts)
+    assert value("prompt_tokens_cached_total") == len(prompts)
+    assert value("prefix_cache_queries_total") == sum(prompts)
+    assert value("prefix_cache_hits_total") == len(prompts)
+    assert value("generation_tokens_total") == sum(num_output)
+    assert value("request_success_total", finished_reason="stop") == 2
+    assert value("request_success_total", finished_reason="length") == 4
+    for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+        assert value(name + "_count") == sum(n - 1 for n in num_output)
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_inference_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_params_n", "request_num_preemptions",
+    ):  # fmt: skip
+        assert value(name + "_count") == 6, name
+    assert value("request_time_per_output_token_seconds_count") == 4
+    assert value("request_prompt_tokens_sum") == sum(prompts)
+    assert value("request_generation_tokens_sum") == sum(num_output)
+    assert value("request_params_max_tokens_count") == 6
+    assert value("iteration_tokens_total_count") == api.engine.stats.steps_total
+    assert value("iteration_tokens_total_sum") == sum(prompts) + sum(n - 1 for n in num_output)
+    assert metrics[f'http_requests_total{{handler="{CHAT}",method="POST",status="2xx"}}'] == 2
+    assert metrics[f'http_requests_total{{handler="{CMPL}",method="POST",status="4xx"}}'] == 1
+
+
+def test_gauges_are_those_of_the_engine(api):
+    from pageserve.messages import SchedulerStats
+
+    api.engine.stats = SchedulerStats(
+        num_running=3, num_waiting=2, num_free_blocks=6, num_used_blocks=2, preemptions_total=4
+    )
+    metrics = api.metrics()
+    for name, expected in (
+        ("num_requests_running", 3),
+        ("num_requests_waiting", 2),
+        ("kv_cache_usage_perc", 0.25),
+        ("gpu_cache_usage_perc", 0.25),
+        ("num_preemptions_total", 4),
+    ):
+        assert sample(metrics, name) == expected
+
+
+def test_cache_facts_once_loaded(api):
+    (name,) = (n for n in api.metrics() if n.startswith("vllm:cache_config_info"))
+    for fact in ('block_size="16"', 'num_gpu_blocks="1024"', 'enable_prefix_caching="True"'):
+        assert fact in name
+
+
+def test_clients_cannot_make_series(api):
+    def ask(i):
+        api.chat(model=f"model-{i}", user=f"user-{i}")
+        api.get(f"/path-{i}", headers={"x-request-id": f"id-{i}"})
+        api.get(f"/v1/models/model-{i}")
+        api.run(api.send(f"METHOD{i}", "/v1/models"))
+
+    ask(0)
+    api.metrics()  # the scrape itself is a series too
+    before = set(api.metrics())
+    for i in range(1, 200):
+        ask(i)
+    assert set(api.metrics()) == before
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb"])
+def test_label_values_are_escaped(make_api, name):
+    api = make_api(names=(name,))
+    api.chat()
+    families = text_string_to_metric_families(api.get("/metrics").text)
+    labels = {
+        s.labels["model_name"] for f in families for s in f.samples if "model_name" in s.labels
+    }
+    assert labels == {name}
+
+
+def test_failures_are_counted(make_api):
+    api = make_api(fail_at=2)
+    api.chat(stream=True)
+    metrics = api.metrics()
+    assert sample(metrics, "request_success_total", finished_reason="error") == 1
+    assert sample(metrics, "generation_tokens_total") == 2
+    errors = 'pageserve:stream_errors_total{code="internal_error",engine="0",model_name="tiny"}'
+    assert metrics[errors] == 1
