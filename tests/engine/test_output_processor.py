@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_detokenizer import byte_tokenizer, sentencepiece_tokenizer
+from test_detokenizer import byte_tokenizer, chars_by_byte, sentencepiece_tokenizer
 
 from pageserve.engine.output_processor import OutputProcessor, TextOutput
 from pageserve.messages import RequestOutput, TokenLogprobs
@@ -366,28 +366,6 @@ def test_shown_stop_token_has_an_entry():
 # --- any text, any split, any grouping ------------------------------------------------------------
 
 ATOMS = [*"abc ST\né是終わ🧭\u0301\ufffd", b"\xff", b"\x80", b"\xf0\x9f", "ab", "STOP", "<pad>"]
-
-
-def chars_by_byte(data: bytes) -> list[tuple[str, int, int]]:
-    """Return (character, first byte, end byte) of the text of ``data``, a dangling tail left out.
-
-    The longest byte strings that begin a valid character are found by trying, not by decoding."""
-    chars, begin = [], 0
-    while begin < len(data):
-        for size in range(1, 5):
-            piece = data[begin : begin + size]
-            try:
-                chars.append((piece.decode(), begin, begin + size))
-                break
-            except UnicodeDecodeError as error:
-                if error.reason != "unexpected end of data":
-                    size = max(1, size - 1)
-                    chars.append(("\ufffd", begin, begin + size))
-                    break
-                if begin + size >= len(data):
-                    return chars
-        begin += size
-    return chars
 
 
 def reference(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> tuple:
