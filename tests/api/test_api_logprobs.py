@@ -1,5 +1,7 @@
 """Both shapes of log probabilities, streamed and whole."""
 
+from itertools import chain
+
 import pytest
 from test_api_streaming import chunks_of
 
@@ -12,7 +14,7 @@ def test_chat_entries_are_the_tokens_of_the_content(make_api):
         choice = api.chat(logprobs=True, top_logprobs=2).json()["choices"][0]
         entries = choice["logprobs"]["content"]
         assert choice["logprobs"]["refusal"] is None
-        assert bytes(sum((e["bytes"] for e in entries), [])).decode() == text
+        assert bytes(chain.from_iterable(e["bytes"] for e in entries)).decode() == text
         assert len(entries) == len(text.encode())  # no entry for EOS
         for entry in entries:
             values = [top["logprob"] for top in entry["top_logprobs"]]
@@ -55,9 +57,8 @@ def test_completion_arrays(make_api):
         assert logprobs["token_logprobs"] == [-0.5, -0.5]
         assert logprobs["text_offset"] == [0, 5]
         assert [len(top) for top in logprobs["top_logprobs"]] == [size, size]
-        assert [top[t] for top, t in zip(logprobs["top_logprobs"], logprobs["tokens"])] == [
-            -0.5
-        ] * 2
+        pairs = zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)
+        assert [top[token] for top, token in pairs] == [-0.5, -0.5]
 
 
 def test_offsets_index_the_text_and_keys_of_partial_characters_differ(make_api):
@@ -80,12 +81,13 @@ def test_streamed_entries_are_those_of_the_whole_reply(make_api, tokens_per_step
     choices = [c["choices"][0] for c in chunks_of(api.chat(stream=True, **fields))]
     streamed = [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]]
     assert streamed == whole["logprobs"]["content"]
-    assert bytes(sum((e["bytes"] for e in streamed), [])).decode() == "a👧é "
+    assert bytes(chain.from_iterable(e["bytes"] for e in streamed)).decode() == "a👧é "
     fields = {"logprobs": 1, "stop": "stop"}
     whole = api.cmpl(**fields).json()["choices"][0]["logprobs"]
     choices = [c["choices"][0] for c in chunks_of(api.cmpl(stream=True, **fields))]
     for name, values in whole.items():
-        assert sum((c["logprobs"][name] for c in choices if c["logprobs"]), []) == values
+        parts = [c["logprobs"][name] for c in choices if c["logprobs"]]
+        assert list(chain.from_iterable(parts)) == values
 
 
 def test_minus_infinity_is_a_number(make_api, monkeypatch):

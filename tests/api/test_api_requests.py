@@ -8,80 +8,13 @@ import pytest
 from api_harness import CHAT, HI, TOKENIZER, error_of
 
 from pageserve.api.context import SamplingDefaults
+from pageserve.api.protocol import ChatCompletionRequest
 from pageserve.sampling_params import SamplingParams
 
-EVERY_OPTIONAL_FIELD = [
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "stop",
-    "stream",
-    "stream_options",
-    "seed",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "response_format",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "return_token_ids",
-    "priority",
-    "cache_salt",
-    "deadline_ms",
-    "request_id",
-    "logprobs",
-    "top_logprobs",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template_kwargs",
-    "documents",
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
-    "audio",
-    "modalities",
-    "web_search_options",
-    "moderation",
-    "echo",
-    "prompt_logprobs",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "json_schema",
-    "grammar",
-    "regex",
-    "ebnf",
-    "chat_template",
-    "use_beam_search",
-    "length_penalty",
-    "return_progress",
-    "metadata",
-    "store",
-    "service_tier",
-]
+EVERY_OPTIONAL_FIELD = {
+    *ChatCompletionRequest.model_fields, *ChatCompletionRequest.neutral, "store", "metadata",
+    "service_tier", "verbosity", "prediction",
+} - {"messages"}  # fmt: skip
 
 
 def params_of(api, **fields) -> SamplingParams:
@@ -93,7 +26,7 @@ def params_of(api, **fields) -> SamplingParams:
 def test_null_means_not_given(api):
     bare = params_of(api)
     nulls = dict.fromkeys(EVERY_OPTIONAL_FIELD)
-    response = api.chat(**nulls, store=False) if "store" not in nulls else api.chat(**nulls)
+    response = api.chat(**nulls)
     assert response.status_code == 200
     assert "x-pageserve-ignored" not in response.headers
     assert api.engine.requests[-1].sampling_params == bare
@@ -262,9 +195,8 @@ def test_continuing_the_last_message(api):
 def test_template_arguments_reach_the_template(make_api):
     from fakes import byte_tokenizer
 
-    tokenizer = byte_tokenizer(
-        "{{ enable_thinking }}|{{ reasoning_effort }}|{{ messages[0].content }}"
-    )
+    template = "{{ enable_thinking }}|{{ reasoning_effort }}|{{ messages[0].content }}"
+    tokenizer = byte_tokenizer(template)
     api = make_api(tokenizer=tokenizer)
     api.chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     prompt = TOKENIZER.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import chain
 
 import pytest
 from api_harness import CHAT, CMPL, HI, TOKENIZER, events_of
@@ -236,7 +237,7 @@ def test_token_ids_on_request(api):
     assert len(body["prompt_token_ids"]) == body["usage"]["prompt_tokens"]
     assert body["choices"][0]["token_ids"] == [256, 257, eos]
     choices = [c["choices"][0] for c in chunks_of(api.cmpl(return_token_ids=True, stream=True))]
-    assert sum((c["token_ids"] for c in choices), []) == [256, 257, eos]
+    assert list(chain.from_iterable(c["token_ids"] for c in choices)) == [256, 257, eos]
     assert [c.get("prompt_token_ids") for c in choices] == [prompt, None, None]
     chunks = chunks_of(api.chat(return_token_ids=True, stream=True))
     assert [("prompt_token_ids" in c) for c in chunks] == [True, False, False, False]
