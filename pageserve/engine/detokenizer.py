@@ -45,7 +45,7 @@ class Detokenizer:
         start = 0
         if self._tail:
             # Count the characters that the first byte finishes off without being part of them.
-            text, used = utf_8_decode(self._tail + data[:1], "replace", False)
+            text, used = _decode(self._tail + data[:1])
             start = len(text) - (used > len(self._tail))
         return self._feed(data), start
 
@@ -56,9 +56,18 @@ class Detokenizer:
     def _feed(self, data: bytes) -> str:
         if self._tail:
             data = self._tail + data
-        text, used = utf_8_decode(data, "replace", False)
+        text, used = _decode(data)
         self._tail = data[used:]
         if self._strip and text:
             self._strip = False
             return text[1:] if text[0] == " " else text
         return text
+
+
+def _decode(data: bytes) -> tuple[str, int]:
+    """Return the text of ``data`` and the number of bytes used; the rest may become a character."""
+    text, used = utf_8_decode(data, "replace", False)
+    if used != len(data) and b"\xed\xa0" <= data[used:] <= b"\xed\xbf":
+        # The codec waits for the third byte of a surrogate, but UTF-8 has no surrogates.
+        return text + "\ufffd\ufffd", len(data)
+    return text, used

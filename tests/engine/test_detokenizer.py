@@ -87,6 +87,8 @@ def test_half_characters_wait_for_the_token_that_completes_them():
 def test_replacement_only_after_proof():
     assert stream(BYTES, [0xF0, 0x9F, ord("a")]) == ["", "", "\ufffda"]
     assert stream(BYTES, [0xFF, ord("a")]) == ["\ufffd", "a"]
+    assert stream(BYTES, [0xED, 0xA0]) == ["", "\ufffd\ufffd"]  # would begin a surrogate
+    assert stream(BYTES, list("\ud7ff".encode())) == ["", "", "\ud7ff"]
     assert stream(BYTES, list("\ufffd".encode())) == ["", "", "\ufffd"]
 
 
@@ -96,7 +98,9 @@ def test_dangling_tail_is_dropped():
 
 @given(
     st.lists(
-        st.sampled_from([*"aé是🧭\u0301\ufffd", b"\xff", b"\xf0\x9f", b"\x80", b"\xed\xa0\x80"]),
+        st.sampled_from(
+            [*"aé是🧭\u0301\ufffd", b"\xff", b"\xf0\x9f", b"\x80", b"\xed\xa0", b"\xed"]
+        ),
         max_size=20,
     ),
     st.randoms(use_true_random=False),
@@ -118,7 +122,11 @@ def test_any_split_gives_the_text_of_the_whole(parts, random):
     assert text == expected
 
 
-@given(st.lists(st.one_of(st.integers(0, 255), st.sampled_from(b"\xf0\x9f\x80\xe0\xef\xbf\xbda"))))
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 255), st.sampled_from(b"\xf0\x9f\x80\xe0\xed\xa0\xef\xbf\xbda"))
+    )
+)
 @settings(max_examples=500)
 def test_decode_token_finds_the_first_character_of_a_token(data):
     chars = chars_by_byte(bytes(data))

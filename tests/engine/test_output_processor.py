@@ -365,7 +365,16 @@ def test_shown_stop_token_has_an_entry():
 
 # --- any text, any split, any grouping ------------------------------------------------------------
 
-ATOMS = [*"abc ST\né是終わ🧭\u0301\ufffd", b"\xff", b"\x80", b"\xf0\x9f", "ab", "STOP", "<pad>"]
+ATOMS = [
+    *"abc ST\né是終わ🧭\u0301\ufffd",
+    b"\xff",
+    b"\x80",
+    b"\xf0\x9f",
+    b"\xed\xa0",
+    "ab",
+    "STOP",
+    "<pad>",
+]
 
 
 def reference(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> tuple:
