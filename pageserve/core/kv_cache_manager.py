@@ -86,7 +86,7 @@ class KVCacheManager:
         self.block_pool.touch(computed)
         request.block_ids = computed + self.block_pool.allocate(num_blocks - len(computed))
         self.num_table_entries += num_blocks
-        request.num_hashed_blocks = len(computed) - copies_last
+        request.num_hashed_blocks = len(computed)
         request.num_computed_tokens = len(computed) * self.block_size - copies_last
         if copies_last:
             self._copy_on_write(request, num_blocks - 1)
@@ -144,8 +144,13 @@ class KVCacheManager:
         request.next_hash_at = NEVER
 
     def forget(self, request: Request) -> None:
-        """Take all blocks of the request out of the prefix cache; their contents are not good."""
-        self.block_pool.forget(request.block_ids)
+        """Take the request's contents out of the prefix cache, also where it holds the blocks no
+        more: they are not good."""
+        if not self.enable_prefix_caching:
+            return
+        request.extend_block_hashes(self.block_size)
+        block_ids = map(self.block_pool.get, request.block_hashes)
+        self.block_pool.forget([b for b in block_ids if b is not None])
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let ``child``, whose tokens are a prefix of ``parent``'s, share the parent's blocks.

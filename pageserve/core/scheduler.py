@@ -250,7 +250,6 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        request.num_required_blocks = 0
         self._num_preemptions += 1
         self.waiting.push(request)
 

@@ -270,7 +270,7 @@ def test_forks_share_all_blocks_and_the_last_holder_writes_in_place() -> None:
     assert all(c.num_computed_tokens == 5 for c in children)
     manager.check_integrity([parent, *children])
     for request in (parent, *children):
-        assert manager.allocate_slots(request, 1) == []
+        assert append(manager, request, 50 + request.slot) == []
     updates = next_step(manager)
     assert [(u.slot, u.index, u.src_block_id) for u in updates] == [(0, 1, tail), (1, 1, tail)]
     assert children[1].block_ids[1] == tail

@@ -118,9 +118,12 @@ def test_abort_of_a_preempted_request_with_a_token_in_flight() -> None:
 
 def test_corrupted_token_after_preemption_ends_the_request() -> None:
     driver = preempted_in_flight()
+    pool, request = driver.scheduler.kv_cache_manager.block_pool, driver.scheduler.requests["r1"]
+    assert any(pool.get(h) is not None for h in request.block_hashes)  # held by nobody by now
     _, result = driver.in_flight[0]
     result.sampled_token_ids[-1] = -1
     assert driver.absorb()[-1].finish_reason == "error"
+    assert all(pool.get(h) is None for h in request.block_hashes)
     driver.scheduler.check_integrity()
     driver.run()
     assert driver.final["r0"].finish_reason == "length"
@@ -170,11 +173,14 @@ def test_choices_live_on_when_one_ends() -> None:
     assert [len(driver.tokens[f"c{n}"]) for n in range(3)] == [2, 9, 10]
 
 
-@pytest.mark.parametrize("obstacle", ["no slot", "unlike tokens", "salt", "waiting", "gone"])
+@pytest.mark.parametrize(
+    "obstacle", ["no slot", "no budget", "unlike tokens", "salt", "waiting", "gone"]
+)
 def test_fork_that_cannot_share_is_queued(obstacle: str) -> None:
-    driver = Driver(create_scheduler(max_num_seqs=1 if obstacle == "no slot" else 4))
+    changes = {"no slot": {"max_num_seqs": 1}, "no budget": {"max_num_batched_tokens": 1}}
+    driver = Driver(create_scheduler(**changes.get(obstacle, {})))
     driver.add(create_request("a", 6, max_tokens=5))
-    if obstacle != "waiting":
+    while obstacle != "waiting" and not driver.tokens["a"]:
         driver.step()
     prompt = driver.added["a"].prompt_token_ids
     if obstacle == "unlike tokens":
