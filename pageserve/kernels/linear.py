@@ -209,8 +209,10 @@ def _gemv_row_kernel(
     )  # fmt: skip
 
 
-def gemv_config(n: int, k: int, silu: bool = False) -> GemvConfig:
-    """Return the tile for an [n, k] weight (n outputs; twice the rows if ``silu``)."""
+def gemv_config(m: int, n: int, k: int, silu: bool = False) -> GemvConfig:
+    """Return the tile for ``m`` rows and ``n`` outputs of ``k`` columns (``silu``: two weights)."""
+    if m > 1:
+        return GemvConfig(1 if silu else 2, 512, 4)
     if k <= 1024:
         return GemvConfig(1 if silu else 2, 1024, 4)
     return GemvConfig(1 if silu else 2, 2048, 4)
@@ -238,7 +240,7 @@ def gemv(
     check(weight.shape[1] == k and weight.is_contiguous(), "weight must be [N, K] row-major")
     check(not (silu and bias is not None), "SiLU·mul takes no bias")
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    block_n, block_k, warps = config or gemv_config(n, k, silu)
+    block_n, block_k, warps = config or gemv_config(m, n, k, silu)
     flags: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,

@@ -267,13 +267,13 @@ def _decode_kernel(
         parts = (row_end - 1) // per_program - first_part + 1
         if stop > tile:
             if parts == 1:
-                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                pointers = out_row + m[:, None] * HEAD_DIM + d[None, :]
-                tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=head_mask)
+                whole = acc / tl.where(total > 0, total, 1.0)[:, None]
+                whole_out = out_row + m[:, None] * HEAD_DIM + d[None, :]
+                tl.store(whole_out, whole.to(out_ptr.dtype.element_ty), mask=head_mask)
             else:
                 part = pid + row  # unique: each next part of the line steps one of the two
-                pointers = partial_ptr + (part * GROUP + m[:, None]) * HEAD_DIM + d[None, :]
-                tl.store(pointers, acc, mask=head_mask)
+                part_out = partial_ptr + (part * GROUP + m[:, None]) * HEAD_DIM + d[None, :]
+                tl.store(part_out, acc, mask=head_mask)
                 stats = stats_ptr + part * 2 * GROUP + m
                 tl.store(stats, running_max, mask=m < GROUP)
                 tl.store(stats + GROUP, total, mask=m < GROUP)
@@ -288,8 +288,8 @@ def _decode_kernel(
                         stats_ptr + first * 2 * GROUP,
                         parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, PARTS_PAD,
                     )  # fmt: skip
-                    pointers = out_row + g[:, None] * HEAD_DIM + d[None, :]
-                    tl.store(pointers, merged.to(out_ptr.dtype.element_ty), mask=group_mask)
+                    merged_out = out_row + g[:, None] * HEAD_DIM + d[None, :]
+                    tl.store(merged_out, merged.to(out_ptr.dtype.element_ty), mask=group_mask)
         tile = stop
         row += 1
 
@@ -505,7 +505,7 @@ def _prefill_shape(
 ) -> tuple[int, int, int, int]:
     """Return (rows of the query tile, tokens per KV tile, warps, stages) of a prefill."""
     if dtype == torch.float32:
-        return max(32, triton.next_power_of_2(group)), 32, 4, 2
+        return max(16, triton.next_power_of_2(group)), 16, 4, 2
     if max_query_len * group <= 64:
         return max(64, triton.next_power_of_2(group)), 64, 4, 3
     return 128, 64, 8 if head_dim > 64 else 4, 3
