@@ -48,7 +48,9 @@ class CacheArgs:
     """The paged KV pool."""
 
     block_size: int = _opt(16, "tokens per KV block", min=1, max=1024)
-    num_kv_blocks: int | None = _opt(None, "size of the pool in blocks (default: from memory)", min=1)
+    num_kv_blocks: int | None = _opt(
+        None, "size of the pool in blocks (default: fit memory)", min=1
+    )
     kv_cache_memory: float | None = _opt(None, "size of the pool in GiB", min=0)
     gpu_memory_utilization: float = _opt(0.9, "share of GPU memory to use", min=0.05, max=1)
     enable_prefix_caching: bool = _opt(True, "reuse KV blocks of equal prompt prefixes")
@@ -58,9 +60,9 @@ class CacheArgs:
 class SchedulerArgs:
     """What runs in a step."""
 
-    max_num_seqs: int | None = _opt(None, "requests per step (default: 32 on CPU, 512 on GPU)", min=1)
+    max_num_seqs: int | None = _opt(None, "requests per step (default: 32, 512 on GPU)", min=1)
     max_num_batched_tokens: int | None = _opt(
-        None, "tokens per step (default: 512 on CPU, 8192 on GPU)", min=1
+        None, "tokens per step (default: 512, 8192 on GPU)", min=1
     )
     scheduling_policy: Policy = _opt("fcfs", "order of the queue")
     max_steps_in_flight: int | None = _opt(
@@ -87,7 +89,12 @@ class ServerArgs:
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log verbosity")
 
 
-GROUPS = {"model": ModelArgs, "memory": CacheArgs, "scheduling": SchedulerArgs, "server": ServerArgs}
+GROUPS = {
+    "model": ModelArgs,
+    "memory": CacheArgs,
+    "scheduling": SchedulerArgs,
+    "server": ServerArgs,
+}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,11 @@ class EngineClient(Protocol):
     progress: LoadProgress
     stats: SchedulerStats
     dead: str | None  # why the engine is gone, None while it lives
-    busy_since: float | None  # time.monotonic() of the last sign of life while work is pending
+
+    @property
+    def busy_since(self) -> float | None:
+        """``time.monotonic()`` of the engine's last sign of life while work is pending."""
+        ...
 
     async def start(self) -> None:
         """Start the engine; return at once, loading goes on in the background."""
@@ -57,7 +61,7 @@ async def generate(
     A stop string that completes ends the request here and aborts it in the engine.
     Raises :class:`EngineDeadError`.
     """
-    processor = OutputProcessor(tokenizer, request.sampling_params)
+    processor = OutputProcessor(tokenizer, request.sampling_params, request.prompt_token_ids)
     stream = client.submit(request)
     try:
         async for output in stream:

@@ -1,0 +1,127 @@
+"""What the benchmarks share: the workload, percentiles, machine facts, the result line."""
+
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SYSTEM = "You are a helpful assistant. Answer the question in one short paragraph of plain English."
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "How do bees make honey?",
+    "What does a compiler do?",
+    "Name three uses of copper.",
+    "Who wrote the play Hamlet, and what is it about?",
+    "How far away is the Moon, and how do we know?",
+    "What is the difference between weather and climate?",
+    "Explain how a refrigerator keeps food cold.",
+    "Why do leaves change colour in autumn?",
+    "What is a prime number? Give five examples.",
+    "How does a bill become a law in a parliament?",
+    "What causes the tides?",
+    "Describe how bread is baked, from flour to loaf.",
+    "What is photosynthesis and why does it matter?",
+    "How does a bicycle stay upright when it moves?",
+    "What was the first program ever written for a machine?",
+    "Why is salt put on icy roads in winter?",
+    "How do vaccines work?",
+    "What is inflation, and who does it hurt the most?",
+    "Why does a magnet attract iron but not wood?",
+    "How do whales sleep without drowning?",
+    "What is the largest desert in the world?",
+    "How does the internet find the right computer?",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt of token ids and exactly how many tokens to generate for it."""
+
+    prompt_token_ids: list[int]
+    budget: int
+
+
+def chat_jobs(tokenizer: Any, count: int, low: int, high: int, seed: int = 0) -> list[Job]:
+    """``count`` chat prompts that share a system message, with budgets uniform in [low, high]."""
+    from pageserve.api.chat import encode_chat
+
+    rng = random.Random(seed)
+    jobs = []
+    for i in range(count):
+        question = QUESTIONS[i % len(QUESTIONS)]
+        if i >= len(QUESTIONS):
+            question = f"({i}) {question}"
+        messages = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": question},
+        ]
+        jobs.append(Job(encode_chat(tokenizer, messages), rng.randint(low, high)))
+    return jobs
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """Nearest-rank percentile, ``p`` from 0 to 100."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(p / 100 * len(ordered)))]
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions and commit, for the result line."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that this host reads from memory with all threads (best of five)."""
+    import time
+
+    data = torch.ones(128 * 2**20)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return data.numel() * data.element_size() / best
+
+
+def report(result: dict[str, Any], json_path: str | None) -> None:
+    """Print the result as the last line, and write it to a file if one is named."""
+    line = json.dumps(result)
+    if json_path:
+        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+    print(line)
+    sys.stdout.flush()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
+    )
+    return run.stdout.strip() or "unknown"

@@ -1,0 +1,98 @@
+"""The one engine loop: receive → schedule → launch → absorb.
+
+    depth 1   schedule N   | run N | absorb N | schedule N+1 | run N+1 | …
+    depth 2   schedule N+1 | absorb N | schedule N+2 | absorb N+1 | …
+              run N  ──────┴─ run N+1 ───────┴─ run N+2 …               (on the device)
+
+Depth 1 is the synchronous engine and depth 2 the overlapped one; the code is the same.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from pageserve.config import EngineConfig
+from pageserve.core.scheduler import Scheduler
+from pageserve.messages import (
+    AddRequest,
+    EngineReady,
+    RequestOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from pageserve.worker.model_runner import StepHandle
+from pageserve.worker.worker import Worker
+
+
+class EngineCore:
+    """A scheduler and a worker, and the steps in flight between them."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None
+    ) -> None:
+        """Load the model and allocate the pool.
+
+        Raises ``ModelError`` and ``ConfigError`` for what the user can mend.
+        """
+        self.worker = Worker(config, progress)
+        self.config = config = self.worker.config
+        model_config = self.worker.model_config
+        scheduler = config.scheduler
+        assert config.model.max_model_len is not None
+        assert scheduler.max_num_seqs is not None
+        assert scheduler.max_num_batched_tokens is not None
+        assert scheduler.max_steps_in_flight is not None
+        self.scheduler = Scheduler(
+            num_blocks=self.worker.num_kv_blocks,
+            block_size=config.cache.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=config.model.max_model_len,
+            policy=scheduler.scheduling_policy,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            eos_token_ids=model_config.eos_token_ids,
+            seed=config.model.seed,
+        )
+        self.ready = EngineReady(
+            max_model_len=config.model.max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=list(model_config.eos_token_ids),
+            block_size=config.cache.block_size,
+            num_kv_blocks=self.worker.num_kv_blocks,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            attention_backend=config.model.attention_backend,
+            fingerprint=self.worker.fingerprint,
+        )
+        self._depth = scheduler.max_steps_in_flight
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+
+    def add(self, request: AddRequest) -> list[RequestOutput]:
+        """Queue a request; returns its final output if it can never run, else nothing."""
+        refused = self.scheduler.add(request)
+        return [] if refused is None else [refused]
+
+    def abort(self, request_ids: list[str]) -> list[RequestOutput]:
+        """Forget requests wherever they are and return their final outputs."""
+        return self.scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to schedule or to absorb."""
+        return bool(self._in_flight) or self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Keep the pipeline full, then wait for its oldest step and absorb it."""
+        while len(self._in_flight) < self._depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self.worker.execute(plan)))
+        if not self._in_flight:
+            return []
+        plan, handle = self._in_flight.popleft()
+        return self.scheduler.update(plan, handle.result())
+
+    def stats(self) -> SchedulerStats:
+        """Gauges and counters of the scheduler."""
+        return self.scheduler.stats()

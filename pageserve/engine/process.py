@@ -1,0 +1,311 @@
+"""The engine in its own process, and the asyncio client that owns it.
+
+    API process                                   engine process
+    ProcessClient.submit ── AddRequest ──────────► PULL ─► EngineCore.add
+                         ── AbortRequests ───────►      └► EngineCore.abort
+    RequestStream ◄──────── StepOutputs ────────── PUSH ◄─ EngineCore.step
+
+Two one-way ZMQ sockets carry msgpack of the structs in messages.py. The engine ignores SIGINT and
+SIGTERM: the front decides when to drain, so a Ctrl-C that reaches the whole process group does not
+cut streams. It exits on Shutdown, or when its parent is gone.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pageserve.config import EngineConfig
+from pageserve.engine.client import EngineDeadError
+from pageserve.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    EngineRequest,
+    LoadProgress,
+    RequestOutput,
+    SchedulerStats,
+    Shutdown,
+    StepOutputs,
+)
+
+logger = logging.getLogger("pageserve.engine")
+
+IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent still lives
+STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
+
+
+# --- engine process -------------------------------------------------------------------------------
+
+
+def run_engine(config: EngineConfig, request_address: str, output_address: str) -> None:
+    """Main function of the engine process. Exits 0 after Shutdown, 1 on any failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context = zmq.Context()
+    requests = context.socket(zmq.PULL)
+    requests.connect(request_address)
+    outputs = context.socket(zmq.PUSH)
+    outputs.connect(output_address)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: EngineMessage) -> None:
+        outputs.send(encoder.encode(message))
+
+    try:
+        _serve(config, requests, send)
+        code = 0
+    except Exception as error:  # the one place that may catch everything: report, then die
+        logger.debug("engine died", exc_info=True)
+        send(EngineDead(_one_line(error)))
+        code = 1
+    context.destroy(linger=2000)
+    sys.exit(code)
+
+
+def _serve(
+    config: EngineConfig, requests: zmq.Socket[bytes], send: Callable[[EngineMessage], None]
+) -> None:
+    from pageserve.engine.core import EngineCore  # imports torch: only this process needs it
+
+    parent = os.getppid()
+    core = EngineCore(config, lambda phase, done, total: send(LoadProgress(phase, done, total)))
+    send(core.ready)
+    decoder = msgspec.msgpack.Decoder(EngineRequest)
+    while True:
+        outputs: list[RequestOutput] = []
+        if not core.has_work() and not requests.poll(IDLE_POLL_MS) and os.getppid() != parent:
+            return
+        while requests.poll(0):
+            request = decoder.decode(requests.recv())
+            if isinstance(request, AddRequest):
+                outputs += core.add(request)
+            elif isinstance(request, AbortRequests):
+                outputs += core.abort(request.request_ids)
+            else:
+                return
+        had_work = core.has_work()
+        outputs += core.step()
+        if outputs or had_work:
+            send(StepOutputs(outputs, core.stats()))
+
+
+def _one_line(error: Exception) -> str:
+    """What the operator needs to read; user errors are sentences, ours get type and place."""
+    if isinstance(error, ValueError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (in {frame.name}, line {frame.lineno})"
+
+
+# --- client ---------------------------------------------------------------------------------------
+
+
+class RequestStream:
+    """Outputs of one request. A late consumer gets them merged, so memory stays bounded."""
+
+    def __init__(self, client: "ProcessClient", request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._pending: RequestOutput | None = None
+        self._error: str | None = None
+        self._wake = asyncio.Event()
+        self._finished = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output; merge it into one that nobody has taken yet."""
+        if self._pending is None:
+            self._pending = output
+        else:
+            _merge(self._pending, output)
+        self._wake.set()
+
+    def fail(self, message: str) -> None:
+        """End the stream with :class:`EngineDeadError` once pending outputs were read."""
+        self._error = message
+        self._wake.set()
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        while self._pending is None:
+            if self._error is not None:
+                self._finished = True
+                raise EngineDeadError(self._error)
+            self._wake.clear()
+            await self._wake.wait()
+        output, self._pending = self._pending, None
+        self._finished = output.finish_reason is not None
+        return output
+
+    async def aclose(self) -> None:
+        """Stop listening; abort the request if it has not finished."""
+        self._finished = True
+        self._client.forget(self._request_id)
+
+
+def _merge(into: RequestOutput, new: RequestOutput) -> None:
+    into.new_token_ids = into.new_token_ids + new.new_token_ids
+    if new.new_logprobs is not None:
+        into.new_logprobs = (into.new_logprobs or []) + new.new_logprobs
+    into.finish_reason = new.finish_reason
+    into.stop_reason = new.stop_reason
+    into.error = new.error
+    into.num_preemptions = new.num_preemptions
+    into.scheduled_time = into.scheduled_time or new.scheduled_time
+
+
+class ProcessClient:
+    """Starts, feeds and watches the engine process; an :class:`EngineClient`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.ready: EngineReady | None = None
+        self.progress = LoadProgress("starting")
+        self.stats = SchedulerStats()
+        self.dead: str | None = None
+        self.stopped = asyncio.Event()  # set when the engine process is gone, however it went
+        self._last_message = time.monotonic()
+        self._streams: dict[str, RequestStream] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._stopping = False
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def busy_since(self) -> float | None:
+        """When the engine last showed life, None while nothing is expected of it."""
+        return self._last_message if self._streams else None
+
+    async def start(self) -> None:
+        """Spawn the process; ``ready`` or ``dead`` is set when loading has ended."""
+        self._directory = tempfile.mkdtemp(prefix="pageserve-")
+        request_address = f"ipc://{self._directory}/requests"
+        output_address = f"ipc://{self._directory}/outputs"
+        self._context = zmq.asyncio.Context()
+        self._requests = zmq.Context(self._context).socket(zmq.PUSH)
+        self._requests.set(zmq.SNDHWM, 0)
+        self._requests.bind(request_address)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.set(zmq.RCVHWM, 0)
+        self._outputs.bind(output_address)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_engine,
+            args=(self.config, request_address, output_address),
+            name="pageserve-engine",
+            daemon=True,
+        )
+        self._process.start()
+        self._tasks = [
+            asyncio.create_task(self._pump()),
+            asyncio.create_task(self._watch(self._process)),
+        ]
+
+    async def stop(self) -> None:
+        """Ask the engine to leave, kill it if it does not; no stream may be open any more."""
+        self._stopping = True
+        if self._process is None:
+            return
+        if self._process.is_alive():
+            if self.ready is None:
+                self._process.kill()
+            else:
+                self._send(Shutdown())
+        try:
+            await asyncio.wait_for(self.stopped.wait(), STOP_TIMEOUT)
+        except TimeoutError:
+            self._process.kill()
+            await self.stopped.wait()
+        for task in self._tasks:
+            task.cancel()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the engine process at once, without waiting."""
+        if self._process is not None:
+            self._process.kill()
+
+    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+        """Send the request now; see :class:`EngineClient`."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        assert request.request_id not in self._streams, "request ids are unique"
+        stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+        if len(self._streams) == 1:
+            self._last_message = time.monotonic()
+        self._send(request)
+        return stream
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Tell the engine to forget requests; their streams end with ``abort``."""
+        self._send(AbortRequests(request_ids))
+
+    def forget(self, request_id: str) -> None:
+        """Drop a stream nobody reads any more, and its request if it still runs."""
+        if self._streams.pop(request_id, None) is not None and self.dead is None:
+            self.abort([request_id])
+
+    def _send(self, message: EngineRequest) -> None:
+        # The socket has no high-water mark, so this never blocks and needs no task.
+        self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def _pump(self) -> None:
+        decoder = msgspec.msgpack.Decoder(EngineMessage)
+        while True:
+            message = decoder.decode(await self._outputs.recv())
+            self._last_message = time.monotonic()
+            if isinstance(message, StepOutputs):
+                self.stats = message.stats
+                for output in message.outputs:
+                    self._deliver(output)
+            elif isinstance(message, LoadProgress):
+                self.progress = message
+            elif isinstance(message, EngineReady):
+                self.ready = message
+            else:
+                self._die(message.message)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if output.finish_reason is None:
+            stream = self._streams.get(output.request_id)
+        else:
+            stream = self._streams.pop(output.request_id, None)
+        if stream is not None:  # None: aborted by us a moment ago
+            stream.put(output)
+
+    async def _watch(self, process: multiprocessing.process.BaseProcess) -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(process.sentinel, gone.set)
+        await gone.wait()
+        loop.remove_reader(process.sentinel)
+        await asyncio.sleep(0.05)  # let _pump read a last message: it says why
+        process.join()
+        if not self._stopping:
+            self._die(f"the engine process ended with exit code {process.exitcode}")
+        self.stopped.set()
+
+    def _die(self, message: str) -> None:
+        if self.dead is None:
+            self.dead = message
+            logger.error("engine: %s", message)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(self.dead)

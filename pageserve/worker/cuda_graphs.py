@@ -1,0 +1,236 @@
+"""Whole steps as CUDA graphs: input building, forward pass, sampling and token feedback.
+
+A step is captured once per bucket of shape and replayed with new contents of a few small buffers,
+so the host sends some bytes and one launch a step. There are two kinds of bucket: decode steps,
+one token per row, and mixed steps, in which ``num_tokens`` are shared among the rows in any way.
+Padding rows have slot -1: they read token 0, write no KV and attend to nothing.
+
+Rows with penalties, biases or log probabilities are not for the graphs: see ``can_run``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pageserve.attention.triton import TritonBackend
+from pageserve.kernels.input_batch import (
+    InputBuffers,
+    prepare_decode,
+    prepare_inputs,
+    store_sampled,
+)
+from pageserve.kernels.sampling import greedy_sample, sample
+from pageserve.messages import SchedulerOutput
+from pageserve.models.decoder import DecoderForCausalLM
+from pageserve.worker.request_states import RequestStates
+
+STAGES = 3  # host buffers in turn: two steps may be in flight while a third is prepared
+MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch eagerly
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for; ``num_tokens == num_rows`` means a decode step."""
+
+    num_tokens: int
+    num_rows: int
+    draws: bool  # sampling with temperature; False: all rows are greedy
+
+    @property
+    def decode(self) -> bool:
+        """Whether every row has exactly one token, which samples."""
+        return self.num_tokens == self.num_rows
+
+
+def row_buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decode graphs: fine where padding would hurt, up to ``max_num_seqs``."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+def token_buckets(max_num_batched_tokens: int) -> list[int]:
+    """Token counts of mixed graphs."""
+    limit = min(max_num_batched_tokens, MAX_MIXED_TOKENS)
+    sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, MAX_MIXED_TOKENS, 256)]
+    return [s for s in sizes if s < limit] + [limit]
+
+
+class _Stage(NamedTuple):
+    """Pinned host memory of one step in flight; int32 but for ``sampled``, int64."""
+
+    rows: torch.Tensor  # [max_rows, 2]: slot, first position; slot -1: padding
+    last: torch.Tensor  # [max_rows, 2]: slot, last position; slot -1: the row does not sample
+    starts: torch.Tensor  # [max_rows + 1]: query_start_loc
+    sampled: torch.Tensor  # [max_rows]
+
+
+class CUDAGraphRunner:
+    """Captures and replays the steps of one model on one request table."""
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        kv_cache: torch.Tensor,
+        states: RequestStates,
+        *,
+        vocab_limit: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.states = states
+        self.vocab_limit = vocab_limit
+        self.block_size = kv_cache.shape[4]
+        self.device = kv_cache.device
+        self.backend = TritonBackend()
+        self.row_sizes = row_buckets(max_num_seqs)
+        self.token_sizes = token_buckets(max_num_batched_tokens)
+        self.mixed_row_sizes = sorted({min(n, max_num_seqs) for n in (32, 128, 256, 512, 1024)})
+
+        self.inputs = _make_stage(max_num_seqs, device=self.device)
+        self._decode_buffers = {n: InputBuffers.allocate(n, self.device) for n in self.row_sizes}
+        pinned = self.device.type == "cuda"
+        self._stages = [_make_stage(max_num_seqs, pin_memory=pinned) for _ in range(STAGES)]
+        self._turn = 0
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self.num_replays = 0
+
+    def keys(self) -> list[GraphKey]:
+        """All buckets, largest first, so that the smaller ones reuse the memory of the larger."""
+        decode = [(n, n) for n in reversed(self.row_sizes)]
+        mixed = [
+            (t, r)
+            for t in reversed(self.token_sizes)
+            for r in reversed(self.mixed_row_sizes)
+            if r < t
+        ]
+        return [GraphKey(t, r, draws) for t, r in mixed + decode for draws in (False, True)]
+
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture every bucket. The table is not changed: all rows are padding."""
+        keys = self.keys()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        for i, key in enumerate(keys):
+            with torch.cuda.stream(stream):
+                self._run(key)  # compiles what this bucket needs, and warms the libraries up
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._run(key)
+            self._graphs[key] = graph
+            if progress is not None:
+                progress(i + 1, len(keys))
+
+    def key_for(self, step: SchedulerOutput) -> GraphKey | None:
+        """Return the bucket of a step, None if it must run eagerly."""
+        num_rows, num_tokens = len(step.rows), step.num_scheduled_tokens
+        slots = [row.slot for row in step.rows if row.samples]
+        if any(self.states.needs_torch_sampler[slot] for slot in slots):
+            return None
+        draws = any(self.states.draws[slot] for slot in slots)
+        if num_rows == num_tokens == len(slots):
+            size = _bucket(self.row_sizes, num_rows)
+            return GraphKey(size, size, draws)
+        if num_tokens > self.token_sizes[-1]:
+            return None
+        size = _bucket(self.mixed_row_sizes, num_rows)
+        tokens = _bucket(self.token_sizes, max(num_tokens, size + 1))
+        return GraphKey(tokens, size, draws)
+
+    def replay(self, key: GraphKey, step: SchedulerOutput) -> torch.Tensor:
+        """Launch a step; returns pinned int64 [num_rows], one entry per row whether it samples or
+        not, valid once the stream got there (record an event)."""
+        stage = self._stages[self._turn]
+        self._turn = (self._turn + 1) % STAGES
+        num_rows = len(step.rows)
+        self._stage(key, step, stage)
+        self._graphs[key].replay()
+        self.num_replays += 1
+        stage.sampled[:num_rows].copy_(self.inputs.sampled[:num_rows], non_blocking=True)
+        return stage.sampled[:num_rows]
+
+    def _stage(self, key: GraphKey, step: SchedulerOutput, stage: _Stage) -> None:
+        """Send the step's few numbers to where its graph reads them."""
+        num_rows = len(step.rows)
+        rows = stage.rows.numpy()
+        rows[:num_rows] = [(r.slot, r.num_computed_tokens) for r in step.rows]
+        rows[num_rows : key.num_rows] = (-1, 0)
+        sent = ["rows"]
+        if not key.decode:
+            counts = [r.num_scheduled_tokens for r in step.rows]
+            starts = stage.starts.numpy()
+            np.cumsum(counts, out=starts[1 : num_rows + 1])
+            starts[num_rows + 1 : key.num_rows + 1] = starts[num_rows]
+            last = stage.last.numpy()
+            last[: key.num_rows] = rows[: key.num_rows]
+            last[:num_rows, 1] += np.asarray(counts, dtype=np.int32) - 1
+            last[:num_rows, 0][[not r.samples for r in step.rows]] = -1
+            sent += ["starts", "last"]
+        for name in sent:
+            size = key.num_rows + (name == "starts")
+            getattr(self.inputs, name)[:size].copy_(getattr(stage, name)[:size], non_blocking=True)
+
+    def _run(self, key: GraphKey) -> None:
+        """The step itself, launched or captured."""
+        num_rows, table, blocks = key.num_rows, self.states.token_ids, self.states.block_table
+        rows = last = self.inputs.rows[:num_rows]
+        if key.decode:
+            buffers = self._decode_buffers[num_rows]
+            prepare_decode(rows, table, blocks, self.block_size, buffers)
+            input_ids, positions, slot_mapping = (
+                buffers.input_ids,
+                buffers.positions,
+                buffers.slot_mapping,
+            )
+            query_start_loc, seq_lens = buffers.query_start_loc, buffers.seq_lens
+            row_slots, max_query_len = buffers.row_slots, 1
+        else:
+            last = self.inputs.last[:num_rows]
+            query_start_loc = self.inputs.starts[: num_rows + 1]
+            max_query_len = key.num_tokens
+            input_ids, positions, slot_mapping, seq_lens = prepare_inputs(
+                rows, query_start_loc, table, blocks, self.block_size, key.num_tokens, max_query_len
+            )
+            row_slots = rows[:, 0].clamp_min(0)
+        metadata = self.backend.build_metadata(
+            query_start_loc,
+            seq_lens,
+            blocks,
+            slot_mapping,
+            max_query_len,
+            self.states.max_model_len,
+            row_slots=row_slots,
+        )
+        hidden = self.model(input_ids, positions, self.kv_cache, metadata)
+        if not key.decode:
+            hidden = hidden[(query_start_loc[1:] - 1).clamp_min(0)]
+        logits = self.model.compute_logits(hidden)[:, : self.vocab_limit]
+        sampled = self._draw(logits, last, row_slots) if key.draws else greedy_sample(logits)
+        store_sampled(last, sampled, table)
+        self.inputs.sampled[:num_rows].copy_(sampled)
+
+    def _draw(
+        self, logits: torch.Tensor, last: torch.Tensor, row_slots: torch.Tensor
+    ) -> torch.Tensor:
+        states = self.states
+        temperature, top_p, min_p = states.sampling_floats.index_select(1, row_slots).unbind(0)
+        top_k, num_prompt = states.sampling_ints.index_select(1, row_slots).unbind(0)
+        seeds = states.seeds.index_select(0, row_slots)
+        return sample(logits, temperature, top_k, top_p, min_p, seeds, last[:, 1] + 1 - num_prompt)
+
+
+def _make_stage(max_rows: int, **where: Any) -> _Stage:
+    short = {"dtype": torch.int32, **where}
+    return _Stage(
+        torch.full((max_rows, 2), -1, **short),
+        torch.full((max_rows, 2), -1, **short),
+        torch.zeros(max_rows + 1, **short),
+        torch.zeros(max_rows, dtype=torch.int64, **where),
+    )
+
+
+def _bucket(sizes: Sequence[int], n: int) -> int:
+    return next(s for s in sizes if s >= n)

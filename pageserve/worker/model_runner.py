@@ -1,0 +1,105 @@
+"""Runs a step: request table, flat batch, forward pass, sampling, token feedback.
+
+The only caller of the model, the attention planner and the sampler. It sees slots and counts,
+never a request id, a queue or a client.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pageserve.attention import AttentionBackend
+from pageserve.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from pageserve.models.decoder import DecoderForCausalLM
+from pageserve.worker.input_batch import InputBatch
+from pageserve.worker.request_states import RequestStates
+from pageserve.worker.sampler import Sampler, SamplerOutput, build_sampling_metadata
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A launched step. Holds the tensors alive until the results were fetched."""
+
+    step_id: int
+    sampled: SamplerOutput | None  # on the host once `copied` has passed; None: no row samples
+    wants_logprobs: list[int]  # alternatives wanted per sampling row, -1 for none
+    copied: torch.cuda.Event | None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its sampled ids and log probabilities."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if self.sampled is None:
+            return ModelRunnerOutput(self.step_id, [])
+        token_ids = self.sampled.token_ids.tolist()
+        logprobs = None
+        if self.sampled.logprobs is not None:
+            logprobs = _logprob_lists(token_ids, self.sampled, self.wants_logprobs)
+        return ModelRunnerOutput(self.step_id, token_ids, logprobs)
+
+
+class ModelRunner:
+    """Owns the request table; borrows the model and the KV pool from the worker."""
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        backend: AttentionBackend,
+        kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_limit: int,
+        eos_token_ids: list[int],
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.kv_cache = kv_cache
+        self.vocab_limit = vocab_limit
+        self.eos_token_ids = eos_token_ids
+        self.device = kv_cache.device
+        self.states = RequestStates(max_num_seqs, max_model_len, kv_cache.shape[4], self.device)
+        self.sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> StepHandle:
+        """Launch a step; on an accelerator this returns before the step has run."""
+        self.states.apply(step, self.kv_cache)
+        batch = InputBatch.build(step.rows, self.states)
+        metadata = self.backend.build_metadata(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.slot_mapping,
+            batch.max_query_len,
+            batch.max_seq_len,
+        )
+        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
+        sampled, wants = None, []
+        if len(batch.logits_indices):
+            logits = self.model.compute_logits(hidden[batch.logits_indices])
+            sampled, wants = self._sample(step, batch, logits)
+        return self._handle(step.step_id, sampled, wants)
+
+    def _sample(
+        self, step: SchedulerOutput, batch: InputBatch, logits: torch.Tensor
+    ) -> tuple[SamplerOutput, list[int]]:
+        rows = [
+            self.states.row_sampling(r.slot, r.num_computed_tokens + r.num_scheduled_tokens)
+            for r in step.rows
+            if r.samples
+        ]
+        metadata = build_sampling_metadata(
+            rows, self.states.token_ids, self.vocab_limit, self.eos_token_ids, self.device
+        )
+        sampled = self.sampler(logits, metadata)
+        self.states.record(batch.sample_slots, batch.sample_positions, sampled.token_ids)
+        return sampled, [-1 if (k := row.params.logprobs) is None else k for row in rows]
+
+    def _handle(self, step_id: int, sampled: SamplerOutput | None, wants: list[int]) -> StepHandle:
+        if self.device.type != "cuda" or sampled is None:
+            return StepHandle(step_id, sampled, wants, None)
+        copied = torch.cuda.Event()
+        host = SamplerOutput(*(_to_host(x) for x in _fields(sampled)))
+        copied.record()
+        return StepHandle(step_id, host, wants, copied)

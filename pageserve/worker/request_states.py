@@ -1,0 +1,99 @@
+"""The request table: one row (slot) per running request, resident on the device.
+
+A step description says only what changed; the table holds the rest. Because the sampled token is
+written back into the table on the device, the next step can be launched before the host has seen
+it, and prompt chunks and decodes read their input ids by the same rule: ``token_ids[slot, pos]``.
+"""
+
+import numpy as np
+import torch
+
+from pageserve.messages import NewRequestData, SchedulerOutput
+from pageserve.worker.sampler import RowSampling
+
+
+class RequestStates:
+    """Token ids, block tables and sampling parameters of up to ``max_num_seqs`` requests."""
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        # One column more than the context: the token after the last position has a place too.
+        self.token_ids = torch.zeros(
+            max_num_seqs, max_model_len + 1, dtype=torch.int32, device=device
+        )
+        self.block_table = torch.zeros(
+            max_num_seqs, self.max_blocks, dtype=torch.int32, device=device
+        )
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.sampling: list[NewRequestData | None] = [None] * max_num_seqs
+
+    def apply(self, step: SchedulerOutput, kv_cache: torch.Tensor) -> None:
+        """Bring the table up to date: new requests, copy-on-write, appended blocks."""
+        tokens, blocks = _Scatter(self.token_ids), _Scatter(self.block_table)
+        for new in step.new_requests:
+            tokens.put(new.slot, 0, new.token_ids)
+            blocks.put(new.slot, 0, new.block_ids)
+            self.num_blocks[new.slot] = len(new.block_ids)
+            self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
+            self.sampling[new.slot] = new
+        for update in step.block_updates:
+            blocks.put(update.slot, update.index, [update.dst_block_id])
+        for row in step.rows:
+            if row.new_block_ids:
+                blocks.put(row.slot, int(self.num_blocks[row.slot]), row.new_block_ids)
+                self.num_blocks[row.slot] += len(row.new_block_ids)
+        tokens.flush()
+        blocks.flush()
+        if step.block_updates:
+            src = torch.tensor([u.src_block_id for u in step.block_updates], device=self.device)
+            dst = torch.tensor([u.dst_block_id for u in step.block_updates], device=self.device)
+            kv_cache[:, :, dst] = kv_cache[:, :, src]
+
+    def row_sampling(self, slot: int, num_tokens: int) -> RowSampling:
+        """Sampling inputs of the request in ``slot`` once it has ``num_tokens`` tokens."""
+        new = self.sampling[slot]
+        assert new is not None, f"slot {slot} is empty"
+        return RowSampling(
+            new.sampling_params, new.seed, slot, int(self.num_prompt_tokens[slot]), num_tokens
+        )
+
+    def record(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Write sampled ``token_ids`` [n] to ``positions`` [n] of ``slots`` [n], all on device.
+
+        A -1 (corrupted row) is stored as 0: its request ends as soon as the host sees the -1, but
+        a step that is already planned may still read the place.
+        """
+        self.token_ids[slots, positions] = token_ids.clamp_min(0).to(torch.int32)
+
+
+class _Scatter:
+    """Collects writes into rows of a 2-D table and sends them in one transfer."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.index: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+
+    def put(self, row: int, column: int, values: list[int]) -> None:
+        start = row * self.table.shape[1] + column
+        self.index.append(np.arange(start, start + len(values)))
+        self.values.append(np.asarray(values, dtype=np.int64))
+
+    def flush(self) -> None:
+        if not self.index:
+            return
+        both = torch.from_numpy(np.stack([np.concatenate(self.index), np.concatenate(self.values)]))
+        index, values = to_device(both, self.table.device)
+        self.table.view(-1)[index] = values.to(self.table.dtype)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy without making the host wait; a no-op on the CPU."""
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
