@@ -35,6 +35,7 @@ class RequestFrame:
         request_id = _request_id(header_values(scope, b"x-request-id"))
         inner = {**scope, "method": "GET"} if method == "HEAD" else dict(scope)
         inner["request_id"] = request_id
+        inner["server_send"] = send
         if self.context.config.root_path:
             inner["root_path"] = self.context.config.root_path
         status = 0

@@ -295,7 +295,7 @@ class GenerationResponse(Response):
                         timeout=self.until_watch(),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
-                    reads = await self.watch(send)
+                    reads = answering.done() or await self.watch(send)
                 if answering.done():
                     answering.result()
                 else:
@@ -355,8 +355,10 @@ class WholeResponse(GenerationResponse):
 class EventStreamResponse(GenerationResponse):
     """Answers with server-sent events: headers at once, then a chunk whenever text is released."""
 
-    _last_sent = 0.0
-    _writing_since: float | None = None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._last_sent = time.monotonic()
+        self._writing_since: float | None = self._last_sent  # until the headers are out
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the generation and send the whole answer."""
@@ -367,18 +369,18 @@ class EventStreamResponse(GenerationResponse):
             **self.extra_headers,
         }
         raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
-        self._last_sent = time.monotonic()
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        # Servers keep the headers back until there is a body to send with them.
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        self._writing_since = None
         encoder = ChunkEncoder(self.reply, self.generation)
+        # The wrappers that middleware puts around send care about the start and the end only.
+        send_chunk: Send = scope["server_send"]
         try:
             async with aclosing(self.generation.outputs()) as outputs:
                 async for index, output in outputs:
                     events = encoder.encode(index, output)
                     if events:
                         self._writing_since = self._last_sent = time.monotonic()
-                        await send(
+                        await send_chunk(
                             {"type": "http.response.body", "body": events, "more_body": True}
                         )
                         self._writing_since = None
@@ -399,7 +401,7 @@ class EventStreamResponse(GenerationResponse):
         """Return the seconds until :meth:`watch` has something to do, None for never."""
         keepalive = self.context.config.sse_keepalive
         if not keepalive or self._writing_since is not None:
-            return WATCH_INTERVAL
+            return min(WATCH_INTERVAL, keepalive or WATCH_INTERVAL)
         return max(0.001, self._last_sent + keepalive - time.monotonic())
 
     async def watch(self, send: Send) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 
 import pytest
 from api_harness import CHAT, CMPL, HI, error_of, events_of
@@ -112,8 +113,6 @@ def test_dead_engine(api):
 
 
 def test_stalled_engine_fails_liveness_and_an_idle_one_does_not(make_api):
-    import time
-
     api = make_api(server={"stall_timeout": 1.0})
     assert api.get("/live").status_code == 200
     api.engine.busy_since = time.monotonic() - 2
@@ -260,6 +259,25 @@ def test_comments_while_a_stream_waits(make_api):
     text = api.run(scenario()).text
     assert events_of(text)[-1] == "[DONE]"
     assert events_of(text)[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_no_comment_after_the_end(make_api):
+    api = make_api(server={"sse_keepalive": 0.02})
+
+    async def scenario():
+        api.engine.held = True
+        client = Client(api, stream=True)
+        await client.until(lambda: client.text)
+        time.sleep(0.03)  # the loop finds the end of the answer and the silence at once
+        api.engine.die()
+        await client.task
+        return client
+
+    for _ in range(5):
+        client = api.run(scenario())
+        assert client.messages[-1]["more_body"] is False
+        assert "engine_dead" in client.text.rsplit("data: ", 1)[1]
+        api.engine.dead = None
 
 
 def test_no_comments_when_off_or_busy(make_api):
