@@ -4,7 +4,7 @@ The only caller of the model, the attention planner and the sampler. It sees slo
 never a request id, a queue or a client.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -13,7 +13,8 @@ from pageserve.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.worker.input_batch import InputBatch
 from pageserve.worker.request_states import RequestStates
-from pageserve.worker.sampler import Sampler, SamplerOutput, build_sampling_metadata
+from pageserve.worker.sampler import Sampler, SamplerOutput
+from pageserve.worker.sampling_metadata import build_sampling_metadata
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,26 @@ class StepHandle:
         if self.sampled is None:
             return ModelRunnerOutput(self.step_id, [])
         token_ids = self.sampled.token_ids.tolist()
-        logprobs = None
-        if self.sampled.logprobs is not None:
-            logprobs = _logprob_lists(token_ids, self.sampled, self.wants_logprobs)
-        return ModelRunnerOutput(self.step_id, token_ids, logprobs)
+        return ModelRunnerOutput(self.step_id, token_ids, self._logprob_lists(token_ids))
+
+    def _logprob_lists(self, token_ids: list[int]) -> list[TokenLogprobs | None] | None:
+        sampled = self.sampled
+        assert sampled is not None
+        if sampled.logprobs is None:
+            return None
+        assert sampled.top_token_ids is not None and sampled.top_logprobs is not None
+        columns = zip(
+            token_ids,
+            sampled.logprobs.tolist(),
+            sampled.top_token_ids.tolist(),
+            sampled.top_logprobs.tolist(),
+            self.wants_logprobs,
+            strict=True,
+        )
+        return [
+            TokenLogprobs(token_id, logprob, top_ids[:k], top[:k]) if k >= 0 else None
+            for token_id, logprob, top_ids, top, k in columns
+        ]
 
 
 class ModelRunner:
@@ -99,7 +116,14 @@ class ModelRunner:
     def _handle(self, step_id: int, sampled: SamplerOutput | None, wants: list[int]) -> StepHandle:
         if self.device.type != "cuda" or sampled is None:
             return StepHandle(step_id, sampled, wants, None)
+        tensors = {f.name: getattr(sampled, f.name) for f in fields(sampled)}
+        host = {
+            name: None if x is None else torch.empty_like(x, device="cpu", pin_memory=True)
+            for name, x in tensors.items()
+        }
+        for name, x in tensors.items():
+            if x is not None:
+                host[name].copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
-        host = SamplerOutput(*(_to_host(x) for x in _fields(sampled)))
         copied.record()
-        return StepHandle(step_id, host, wants, copied)
+        return StepHandle(step_id, SamplerOutput(**host), wants, copied)

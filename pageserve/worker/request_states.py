@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pageserve.messages import NewRequestData, SchedulerOutput
-from pageserve.worker.sampler import RowSampling
+from pageserve.worker.sampling_metadata import RowSampling
 
 
 class RequestStates:
