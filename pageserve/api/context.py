@@ -102,8 +102,10 @@ class ServingContext:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output in tokens: the model's context, or the KV pool if smaller."""
-        return min(self.ready.max_model_len, self.ready.num_kv_blocks * self.ready.block_size)
+        """Longest prompt + output in tokens: the model's context, or what the KV pool can hold."""
+        # The last token needs no room in the pool: nothing is computed from it.
+        pool = self.ready.num_kv_blocks * self.ready.block_size + 1
+        return min(self.ready.max_model_len, pool)
 
     @property
     def max_body_bytes(self) -> int:

@@ -389,10 +389,11 @@ def test_prompt_against_a_context_of_64(make_api, num_prompt, stream):
 
 def test_prompt_that_can_never_fit_the_pool_is_refused_before_the_stream_begins(make_api):
     api = make_api(max_model_len=4096, num_kv_blocks=4)  # of 16 tokens
-    response = api.cmpl(prompt=[1] * 64, stream=True)
+    assert api.cmpl(prompt=[1] * 64, stream=True).status_code == 200
+    response = api.cmpl(prompt=[1] * 65, stream=True)
     assert error_of(response)["code"] == "context_length_exceeded"
     api.cmpl(prompt=[1] * 40, max_tokens=30)
-    assert api.engine.requests[-1].sampling_params.max_tokens == 24
+    assert api.engine.requests[-1].sampling_params.max_tokens == 25
 
 
 def test_absurd_text_is_refused_without_tokenising_it(make_api, monkeypatch):
