@@ -140,12 +140,14 @@ class TorchBlockwiseBackend:
         # Segments: the tokens are, and the heads share KV by a stride of 0.
         q = query.view(len(query), self.num_kv_heads, -1, self.head_dim)
         q = q.permute(1, 2, 0, 3) if group.segment else q
-        out, lse = None, None
+        result: tuple[torch.Tensor, torch.Tensor] | None = None
         for tile in group.tiles:
             torch.index_select(keys, 0, tile.index, out=tile.workspace[0])
             torch.index_select(values, 0, tile.index, out=tile.workspace[1])
             partial = attend(q, tile, scale)
-            out, lse = partial if lse is None else _merge(out, lse, *partial)
+            result = partial if result is None else _merge(*result, *partial)
+        assert result is not None, "a group has a tile"
+        out = result[0]
         out = out.permute(2, 0, 1, 3) if group.segment else out
         return out.reshape(query.shape).to(query.dtype)
 
@@ -200,8 +202,8 @@ class TorchBlockwiseBackend:
         ends, tokens = np.array(lens)[:, None], np.arange(max(lens))[None]
         if min(lens) == max(lens):
             return self._tile(blocks, tokens.repeat(len(lens), 0))
-        mask = np.where(tokens < ends, np.float32(0), np.float32(-np.inf))
-        mask = torch.from_numpy(mask).to(self.device)[:, None, None]
+        hidden = np.where(tokens < ends, np.float32(0), np.float32(-np.inf))
+        mask = torch.from_numpy(hidden).to(self.device)[:, None, None]
         return self._tile(blocks, np.minimum(tokens, ends - 1), mask=mask)
 
     def _row_tiles(self, blocks: np.ndarray, end: int, num_queries: int) -> list[Tile]:
@@ -246,9 +248,10 @@ class TorchBlockwiseBackend:
 def _attend_fused(q: torch.Tensor, tile: Tile, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one tile, [b, h, n, head_dim], and its log-sum-exp, [b, h, n] float32."""
     k, v = tile.k.expand(*q.shape[:2], -1, -1), tile.v.expand(*q.shape[:2], -1, -1)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, tile.causal, attn_mask=tile.mask, scale=scale
     )
+    return out, lse
 
 
 def _attend_plain(q: torch.Tensor, tile: Tile, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
