@@ -6,7 +6,8 @@
 
 The blocks of all known tokens are taken at admission, so that a prompt never stops half-way for
 want of a block; only output makes a table grow afterwards. A block that carries a hash or has a
-second holder is not written: its writer gets a copy. Knows nothing of queues or priorities.
+second holder is not written: its writer gets a copy (or, alone, takes it out of the cache). Knows
+nothing of queues or priorities.
 """
 
 from pageserve.core.block_pool import BlockPool
@@ -96,17 +97,21 @@ class KVCacheManager:
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Make the next ``num_new_tokens`` positions writable; return the blocks appended for it.
 
-        Copies the block at the first of them if it is shared. None, and nothing done, when the
+        Copies the block at the first of them if others hold it, and takes it out of the cache if
+        not: a lone request must be able to go on in a full pool. None, and nothing done, when the
         pool cannot give the blocks.
         """
         block_ids, position = request.block_ids, request.num_computed_tokens
         index = position // self.block_size
-        copies = index < len(block_ids) and self._is_shared(block_ids[index])
+        tail = block_ids[index : index + 1]
+        copies = any(map(self._is_shared, tail))
         num_new = max(cdiv(position + num_new_tokens, self.block_size) - len(block_ids), 0)
         if num_new + copies > self.block_pool.num_free_blocks:
             return None
         if copies:
             self._copy_on_write(request, index)
+        else:
+            self.block_pool.forget(tail)
         new_block_ids = self.block_pool.allocate(num_new)
         block_ids += new_block_ids
         self.num_table_entries += num_new
@@ -214,9 +219,7 @@ class KVCacheManager:
             request.next_hash_at = (request.num_hashed_blocks + 1) * self.block_size
 
     def _is_shared(self, block_id: int) -> bool:
-        pool = self.block_pool
-        holders = pool.ref_counts[block_id] - self._copy_sources.count(block_id)
-        return holders > 1 or pool.hashes[block_id] is not None
+        return self.block_pool.ref_counts[block_id] - self._copy_sources.count(block_id) > 1
 
     def _copy_on_write(self, request: Request, index: int) -> None:
         source = request.block_ids[index]

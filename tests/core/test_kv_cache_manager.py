@@ -288,9 +288,26 @@ def test_child_may_fork_behind_a_parent_that_went_on() -> None:
     next_step(manager)
     child = fork(manager, parent, 6, 1)
     manager.check_integrity([parent, child])
-    manager.free(parent)  # alone, but the block still carries a hash
     assert manager.allocate_slots(child, 1) == []
     assert len(next_step(manager)) == 1
+    assert child.block_ids[1] != parent.block_ids[1]
+    manager.check_integrity([parent, child])
+
+
+def test_lone_child_takes_a_hashed_block_out_of_the_cache_and_writes_it() -> None:
+    """In a full pool there is no block for a copy and nobody left to preempt for one."""
+    manager = create_manager(num_blocks=2)
+    parent = new_request(list(range(8)))
+    assert enter(manager, parent)
+    next_step(manager)
+    child = fork(manager, parent, 7, 1)
+    assert manager.allocate_slots(child, 1) is None
+    manager.free(parent)
+    tail = child.block_ids[1]
+    assert manager.block_pool.hashes[tail] is not None
+    assert manager.allocate_slots(child, 1) == []
+    assert child.block_ids[1] == tail and manager.block_pool.hashes[tail] is None
+    assert next_step(manager) == []
     manager.check_integrity([child])
 
 

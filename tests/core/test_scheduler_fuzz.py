@@ -51,7 +51,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("absorb"), st.none()),
         st.tuples(st.just("reset"), st.none()),
     ),
-    max_size=40,
+    max_size=80,
 )
 
 
