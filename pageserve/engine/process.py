@@ -234,6 +234,7 @@ class ProcessClient:
             await self.stopped.wait()
         for task in self._tasks:
             task.cancel()
+        self._requests.close(linger=0)  # it belongs to a shadow of the context, which waits for it
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
