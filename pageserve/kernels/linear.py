@@ -1,4 +1,4 @@
-"""Linear layers of a few rows, which are a stream of weights: GEMV and skinny GEMM, with fusions.
+"""Linear layers of few rows, which are a stream of weights: GEMV for one, skinny GEMM for more.
 
 ``weight`` is [N, K] row-major as in ``torch.nn.Linear``. What surrounds the product costs a launch
 of its own in a library; here it is folded in: the RMSNorm of the input, the bias, the residual
@@ -19,7 +19,6 @@ from pageserve.kernels.activation import silu_mul
 from pageserve.kernels.launch import INTERPRETED, check, dot, num_sms, pdl_options, pdl_wait
 from pageserve.kernels.rms_norm import rms_norm
 
-MAX_GEMV_ROWS = 4
 MAX_SKINNY_ROWS = 64
 
 
@@ -71,73 +70,6 @@ def _finish(
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr,  # [M, K]
-    w_ptr,  # [N, K], or [2N, K] if SILU
-    bias_ptr,  # [N]
-    residual_ptr,  # [M, N]
-    norm_ptr,  # [K]
-    out_ptr,  # [M, N]
-    x_stride,
-    residual_stride,
-    eps,
-    M,
-    N,
-    K,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr,
-    SILU: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    # Weights are constants: the first tile is on its way before the input exists.
-    weight = _load_weight(w_ptr, n, k, N, K, EVEN_N, EVEN_K)
-    up_ptr = w_ptr + tl.cast(N, tl.int64) * K
-    if SILU:
-        up_weight = _load_weight(up_ptr, n, k, N, K, EVEN_N, EVEN_K)
-    pdl_wait(PDL)
-    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        columns = begin + k
-        mask = (row < M)[:, None] & (columns < K)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
-        x = x.to(tl.float32)
-        if NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-        current = weight.to(tl.float32)
-        weight = _load_weight(w_ptr, n, columns + BLOCK_K, N, K, EVEN_N, False)
-        acc += x[:, None, :] * current[None, :, :]
-        if SILU:
-            current = up_weight.to(tl.float32)
-            up_weight = _load_weight(up_ptr, n, columns + BLOCK_K, N, K, EVEN_N, False)
-            up += x[:, None, :] * current[None, :, :]
-    total = tl.sum(acc, 2)
-    up_total = tl.sum(up, 2)
-    if NORM:
-        rstd = 1 / tl.sqrt(tl.sum(squares, 1) / K + eps)
-        total *= rstd[:, None]
-        up_total *= rstd[:, None]
-    if SILU:
-        total = total / (1 + tl.exp(-total)) * up_total
-    out_mask = (row < M)[:, None] & (n < N)[None, :]
-    _finish(
-        total, n[None, :], row[:, None], out_mask, bias_ptr, residual_ptr, out_ptr,
-        residual_stride, N, HAS_BIAS, HAS_RESIDUAL,
-    )  # fmt: skip
-
-
-@triton.jit
-def _gemv_row_kernel(
     x_ptr,  # [K]
     w_ptr,  # [N, K], or [2N, K] if SILU
     bias_ptr,  # [N]
@@ -158,9 +90,9 @@ def _gemv_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The same for one row, with nothing but two-dimensional tiles."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    # Weights are constants: the first tile is on its way before the input exists.
     weight = _load_weight(w_ptr, n, k, N, K, EVEN_N, EVEN_K)
     up_ptr = w_ptr + tl.cast(N, tl.int64) * K
     if SILU:
@@ -209,10 +141,8 @@ def _gemv_row_kernel(
     )  # fmt: skip
 
 
-def gemv_config(m: int, n: int, k: int, silu: bool = False) -> GemvConfig:
-    """Return the tile for ``m`` rows and ``n`` outputs of ``k`` columns (``silu``: two weights)."""
-    if m > 1:
-        return GemvConfig(1 if silu else 2, 512, 4)
+def gemv_config(n: int, k: int, silu: bool = False) -> GemvConfig:
+    """Return the tile for ``n`` outputs of ``k`` columns (``silu``: of two weights)."""
     if k <= 1024:
         return GemvConfig(1 if silu else 2, 1024, 4)
     return GemvConfig(1 if silu else 2, 2048, 4)
@@ -228,41 +158,41 @@ def gemv(
     silu: bool = False,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``rms_norm(x) @ weight.T + bias + residual`` [M, N] for ``x`` [M, K], M at most 4.
+    """Return ``rms_norm(x) @ weight.T + bias + residual`` [1, N] for ``x`` [1, K].
 
-    The norm, ``bias`` [N] and ``residual`` [M, N] are left out where they are None. With ``silu``
+    The norm, ``bias`` [N] and ``residual`` [1, N] are left out where they are None. With ``silu``
     the weight is [2N, K] and the result ``silu(gate) * up``, without bias. Raises ValueError on
     more rows.
     """
     m, k = x.shape
     n = weight.shape[0] // 2 if silu else weight.shape[0]
-    check(1 <= m <= MAX_GEMV_ROWS, f"gemv takes 1 to {MAX_GEMV_ROWS} rows, not {m}")
+    check(m == 1, f"gemv takes one row, not {m}")
     check(weight.shape[1] == k and weight.is_contiguous(), "weight must be [N, K] row-major")
     check(not (silu and bias is not None), "SiLU·mul takes no bias")
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    block_n, block_k, warps = config or gemv_config(m, n, k, silu)
-    flags: dict[str, Any] = {
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "NORM": norm_weight is not None,
-        "SILU": silu,
-        "EVEN_N": n % block_n == 0,
-        "EVEN_K": k % block_k == 0,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "num_warps": warps,
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    block_n, block_k, warps = config or gemv_config(n, k, silu)
+    _gemv_kernel[(triton.cdiv(n, block_n),)](
+        x,
+        weight,
+        _or(bias, x),
+        _or(residual, x),
+        _or(norm_weight, x),
+        out,
+        eps,
+        n,
+        k,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        NORM=norm_weight is not None,
+        SILU=silu,
+        EVEN_N=n % block_n == 0,
+        EVEN_K=k % block_k == 0,
+        SINGLE=k <= block_k,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
         **pdl_options(x.device),
-    }
-    tensors = (x, weight, _or(bias, x), _or(residual, x), _or(norm_weight, x), out)
-    grid = (triton.cdiv(n, block_n),)
-    if m == 1:
-        _gemv_row_kernel[grid](*tensors, eps, n, k, SINGLE=k <= block_k, **flags)
-    else:
-        residual_stride = residual.stride(0) if residual is not None else 0
-        block_m = triton.next_power_of_2(m)
-        _gemv_kernel[grid](
-            *tensors, x.stride(0), residual_stride, eps, m, n, k, BLOCK_M=block_m, **flags
-        )
+    )
     return out
 
 
@@ -473,7 +403,7 @@ class LinearChooser:
         """
         candidates: list[Linear] = [library_linear]
         if self.device.type == "cuda" and weight.dtype != torch.float32:
-            candidates += [gemv] if m <= MAX_GEMV_ROWS else []
+            candidates += [gemv] if m == 1 else []
             candidates += [skinny_linear] if 1 < m <= MAX_SKINNY_ROWS else []
         if len(candidates) == 1 or INTERPRETED:
             return library_linear

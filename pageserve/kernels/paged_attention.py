@@ -24,7 +24,8 @@ class DecodePlan:
     """The cut of a step's decode work, and the scratch its programs share. P programs per KV head,
     R rows, G query heads per KV head."""
 
-    tile_start: torch.Tensor  # [R + 1] int32, first tile of each row on the line of all tiles
+    tile_start: torch.Tensor  # [R + 2] int32, first tile of each row on the line of all tiles,
+    # their number, and the number of tiles per program
     first_row: torch.Tensor  # [P] int32, row of each program's first tile
     counters: torch.Tensor  # [R, Hkv] int32, parts of a shared row that are done
     partial: torch.Tensor  # [Hkv, P + R, G, D] float32, unnormalised outputs of shared rows' parts
@@ -32,11 +33,12 @@ class DecodePlan:
     block_n: int  # tokens per tile
 
 
-def _tile_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _tile_shape(head_dim: int, dtype: torch.dtype, rows: int) -> tuple[int, int, int, int]:
     """Return (tokens per tile, warps, stages, programs per multiprocessor) of a decode."""
     if dtype == torch.float32:
         return 32, 4, 2, 2
-    return (64, 4, 3, 4) if head_dim <= 64 else (64, 4, 3, 2)
+    # Small tiles spread a short sequence further, large ones stream better.
+    return (128 if head_dim <= 64 and rows > 8 else 64), 4, 5, 2
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:
@@ -48,9 +50,10 @@ def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) ->
 def _plan_kernel(
     seq_lens_ptr,  # [R]
     query_start_loc_ptr,  # [R + 1], read if MIXED
-    tile_start_ptr,  # [R + 1]
+    tile_start_ptr,  # [R + 2]
     first_row_ptr,  # [P]
     counters_ptr,  # [R * Hkv]
+    merge_cost,
     R,
     num_counters,
     P,
@@ -73,12 +76,16 @@ def _plan_kernel(
     tile_end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles)
     program = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    first_tile = program * ((total + P - 1) // P)
+    # Equal shares, but not so small that merging a row's parts takes longer than reading them.
+    worth_it = (tl.sqrt(tl.max(tiles, 0).to(tl.float32) * merge_cost)).to(tl.int32)
+    per_program = tl.maximum(tl.maximum((total + P - 1) // P, worth_it), 1)
+    first_tile = program * per_program
     first_row = tl.sum((tile_end[None, :] <= first_tile[:, None]).to(tl.int32), 1)
     tl.store(first_row_ptr + program, first_row, mask=program < P)
     if tl.program_id(0) == 0:
         tl.store(tile_start_ptr + row + 1, tile_end, mask=mask)
         tl.store(tile_start_ptr, 0)
+        tl.store(tile_start_ptr + R + 1, per_program)
         for begin in range(0, num_counters, BLOCK_R):
             tl.store(counters_ptr + begin + row, 0, mask=begin + row < num_counters)
 
@@ -92,20 +99,22 @@ def plan_decode(
     query_start_loc: torch.Tensor | None = None,
     num_programs: int | None = None,
     block_n: int | None = None,
+    merge_cost: float = 0.16,
 ) -> DecodePlan:
     """Cut the decode work of rows with ``seq_lens`` [R] int32 into equal parts, on the device.
 
     With ``query_start_loc`` [R + 1], rows of other than one query token are left out.
+    ``merge_cost`` is what merging one part of a row costs, in times of reading one tile.
     """
     device, rows = seq_lens.device, seq_lens.shape[0]
-    tile, _, _, per_sm = _tile_shape(head_dim, dtype)
+    tile, _, _, per_sm = _tile_shape(head_dim, dtype, rows)
     programs = num_programs or num_decode_programs(device, num_kv_heads, per_sm)
     block_n = block_n or tile
     group = num_heads // num_kv_heads
     ints = {"dtype": torch.int32, "device": device}
     floats = {"dtype": torch.float32, "device": device}
     plan = DecodePlan(
-        tile_start=torch.empty(rows + 1, **ints),
+        tile_start=torch.empty(rows + 2, **ints),
         first_row=torch.empty(programs, **ints),
         counters=torch.empty(rows * num_kv_heads, **ints),
         partial=torch.empty(num_kv_heads, programs + rows, group, head_dim, **floats),
@@ -119,6 +128,7 @@ def plan_decode(
         plan.tile_start,
         plan.first_row,
         plan.counters,
+        merge_cost,
         rows,
         rows * num_kv_heads,
         programs,
@@ -141,21 +151,35 @@ def _merge_parts(
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
 ):
-    """Return the normalised output [GROUP_PAD, D_PAD] of a row from its ``parts``."""
+    """Return the normalised output [GROUP_PAD, D_PAD] of a row from its ``parts``.
+
+    Other programs wrote them, so they are read where they are coherent.
+    """
+    STATS_PAD: tl.constexpr = 64
+    PARTS_PAD: tl.constexpr = 8192 // (GROUP_PAD * D_PAD) if GROUP_PAD * D_PAD < 8192 else 1
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
+    s = tl.arange(0, STATS_PAD)
     part = tl.arange(0, PARTS_PAD)
-    running_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
+    for begin in range(0, parts, STATS_PAD):
+        mask = ((begin + s) < parts)[:, None] & (g < GROUP)[None, :]
+        stats = stats_ptr + (begin + s)[:, None] * (2 * GROUP) + g[None, :]
+        maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(maxima, 0))
+        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(maxima - safe_top[None, :])
+        total = total * tl.exp2(top - safe_top) + tl.sum(weights * sums, 0)
+        top = new_top
+    top = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     for begin in range(0, parts, PARTS_PAD):
         mask = ((begin + part) < parts)[:, None] & (g < GROUP)[None, :]
         stats = stats_ptr + (begin + part)[:, None] * (2 * GROUP) + g[None, :]
-        # Other programs wrote these: read them where they are coherent.
         maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
         rows = ((begin + part)[:, None] * GROUP + g[None, :]) * HEAD_DIM
         values = tl.load(
             partial_ptr + rows[:, :, None] + d[None, None, :],
@@ -163,50 +187,84 @@ def _merge_parts(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_max = tl.maximum(running_max, tl.max(maxima, 0))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(running_max - safe_max)
-        weights = tl.exp2(maxima - safe_max[None, :])
-        total = total * rescale + tl.sum(weights * sums, 0)
-        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
-        running_max = new_max
+        acc += tl.sum(values * tl.exp2(maxima - top[None, :])[:, :, None], 0)
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
+def _rotated(
+    x_ptr,  # [rows, HEAD_DIM]
+    angles_ptr,  # [HEAD_DIM] float32, cos | sin of the position
+    norm_ptr,  # [HEAD_DIM]
+    rows,  # [N]
+    mask,  # [N, D_PAD]
+    eps,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """Return heads [N, D_PAD], normed if NORM and rotated (half-split)."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, D_PAD)
+    other = tl.where(d < HALF, d + HALF, d - HALF)
+    x = tl.load(x_ptr + rows[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+    pair = tl.load(x_ptr + rows[:, None] * HEAD_DIM + other[None, :], mask=mask, other=0.0)
+    angle = tl.where(d < HALF, d, d - HALF)
+    cos = tl.load(angles_ptr + angle, mask=d < HEAD_DIM, other=0.0)
+    sin = tl.load(angles_ptr + HALF + angle, mask=d < HEAD_DIM, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    pair = pair.to(tl.float32)
+    if NORM:
+        rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
+        gain = tl.load(norm_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        pair_gain = tl.load(norm_ptr + other, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        x = ((x * rstd[:, None]).to(dtype).to(tl.float32) * gain[None, :]).to(dtype)
+        pair = ((pair * rstd[:, None]).to(dtype).to(tl.float32) * pair_gain[None, :]).to(dtype)
+        x = x.to(tl.float32)
+        pair = pair.to(tl.float32)
+    return (x * cos[None, :] + pair * sin[None, :]).to(dtype)
+
+
+@triton.jit
 def _decode_kernel(
-    query_ptr,  # [T, Hq, D]
+    query_ptr,  # [T, Hq, D]; if ROPE [R, Hq + 2 Hkv, D], unrotated, with the new k and v
     kv_ptr,  # [2, num_blocks, Hkv, BLOCK_SIZE, D]
     block_table_ptr,  # [*, max_blocks]
     row_slots_ptr,  # [R], read if HAS_SLOTS
     query_start_loc_ptr,  # [R + 1], read if MIXED
     seq_lens_ptr,  # [R]
-    tile_start_ptr,  # [R + 1]
+    tile_start_ptr,  # [R + 2]
     first_row_ptr,  # [P]
     counters_ptr,  # [R, Hkv]
     partial_ptr,  # [Hkv, P + R, GROUP, D]
     stats_ptr,  # [Hkv, P + R, 2, GROUP]
     out_ptr,  # [T, Hq, D]
+    cos_sin_ptr,  # [max_pos, D] float32, read if ROPE
+    q_norm_ptr,  # [D], read if NORM
+    k_norm_ptr,  # [D], read if NORM
     scale_log2,
+    eps,
     R,
-    P,
     query_stride,
     kv_stride,
     block_stride,
     table_stride,
     HAS_SLOTS: tl.constexpr,
     MIXED: tl.constexpr,
+    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
     pid = tl.program_id(0)
     kv_head = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -215,20 +273,21 @@ def _decode_kernel(
     n = tl.arange(0, BLOCK_N)
     head_mask = (m < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     group_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    partial_ptr += kv_head * (P + R) * GROUP * HEAD_DIM
-    stats_ptr += kv_head * (P + R) * 2 * GROUP
+    num_parts = tl.num_programs(0) + R
+    partial_ptr += kv_head * num_parts * GROUP * HEAD_DIM
+    stats_ptr += kv_head * num_parts * 2 * GROUP
     key_ptr = kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
     value_ptr = key_ptr + kv_stride
     pdl_wait(PDL)
-    all_tiles = tl.load(tile_start_ptr + R)
-    per_program = (all_tiles + P - 1) // P
+    per_program = tl.load(tile_start_ptr + R + 1)
     tile = pid * per_program
-    end = tl.minimum(tile + per_program, all_tiles)
+    end = tl.minimum(tile + per_program, tl.load(tile_start_ptr + R))
     row = tl.load(first_row_ptr + pid)
     while tile < end:
         row_start = tl.load(tile_start_ptr + row)
         row_end = tl.load(tile_start_ptr + row + 1)
         seq_len = tl.load(seq_lens_ptr + row)
+        stop = tl.minimum(end, row_end)
         token = row.to(tl.int64)
         if MIXED:
             token = tl.load(query_start_loc_ptr + row).to(tl.int64)
@@ -236,12 +295,34 @@ def _decode_kernel(
         if HAS_SLOTS:
             table_row = tl.load(row_slots_ptr + row).to(tl.int64)
         table = block_table_ptr + table_row * table_stride
-        head_rows = (kv_head * GROUP + m)[:, None] * HEAD_DIM + d[None, :]
-        query = tl.load(query_ptr + token * query_stride + head_rows, mask=head_mask, other=0.0)
+        query_row = query_ptr + token * query_stride
+        if ROPE:
+            last = tl.maximum(seq_len - 1, 0)
+            angles = cos_sin_ptr + last.to(tl.int64) * HEAD_DIM
+            query = _rotated(
+                query_row, angles, q_norm_ptr, kv_head * GROUP + m, head_mask, eps,
+                NORM, HEAD_DIM, D_PAD,
+            )  # fmt: skip
+            if stop == row_end:  # the program that reads the new token's tile writes it first
+                one = tl.arange(0, 1)
+                new_mask = (seq_len > one)[:, None] & (d < HEAD_DIM)[None, :]
+                k_row = NUM_KV_HEADS * GROUP + kv_head + one
+                new_key = _rotated(
+                    query_row, angles, k_norm_ptr, k_row, new_mask, eps, NORM, HEAD_DIM, D_PAD
+                )
+                v_row = (k_row + NUM_KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
+                new_value = tl.load(query_row + v_row, mask=new_mask, other=0.0)
+                new_block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
+                new_row = new_block * block_stride + (last % BLOCK_SIZE) * HEAD_DIM
+                tl.store(key_ptr + new_row + one[:, None] + d[None, :], new_key, mask=new_mask)
+                tl.store(value_ptr + new_row + one[:, None] + d[None, :], new_value, mask=new_mask)
+                tl.debug_barrier()
+        else:
+            head_rows = (kv_head * GROUP + m)[:, None] * HEAD_DIM + d[None, :]
+            query = tl.load(query_row + head_rows, mask=head_mask, other=0.0)
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-        stop = tl.minimum(end, row_end)
         for t in range(tile - row_start, stop - row_start):
             position = t * BLOCK_N + n
             valid = position < seq_len
@@ -252,11 +333,11 @@ def _decode_kernel(
             kv_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
             key = tl.load(key_ptr + offsets, mask=kv_mask, other=0.0)
             value = tl.load(value_ptr + offsets, mask=kv_mask, other=0.0)
-            scores = dot(query, tl.trans(key)) * scale_log2
+            scores = dot(query, tl.trans(key))
             scores = tl.where(valid[None, :], scores, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
             safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2(scores - safe_max[:, None])
+            weights = tl.exp2(scores * scale_log2 - safe_max[:, None])
             rescale = tl.exp2(running_max - safe_max)
             total = total * rescale + tl.sum(weights, 1)
             acc = acc * rescale[:, None]
@@ -286,7 +367,7 @@ def _decode_kernel(
                     merged = _merge_parts(
                         partial_ptr + first * GROUP * HEAD_DIM,
                         stats_ptr + first * 2 * GROUP,
-                        parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, PARTS_PAD,
+                        parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD,
                     )  # fmt: skip
                     merged_out = out_row + g[:, None] * HEAD_DIM + d[None, :]
                     tl.store(merged_out, merged.to(out_ptr.dtype.element_ty), mask=group_mask)
@@ -314,18 +395,76 @@ def paged_decode(
     length 0 yields zeros. ``plan`` is :func:`plan_decode` of the same lengths; if it was given
     ``query_start_loc``, pass it here too: rows of other lengths then stay as they are in ``out``.
     """
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    group, rows = num_heads // num_kv_heads, seq_lens.shape[0]
-    check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
+    check(
+        query.shape[1] % kv_cache.shape[2] == 0,
+        f"{query.shape[1]} heads over {kv_cache.shape[2]} KV heads",
+    )
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _launch_decode(
+        query, kv_cache, block_table, seq_lens, scale, plan, row_slots, query_start_loc, out,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out
+
+
+def rope_and_paged_decode(
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cos_sin: torch.Tensor,
+    scale: float,
+    plan: DecodePlan,
+    num_heads: int,
+    row_slots: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Return :func:`paged_decode` [R, Hq, D] of ``qkv`` [R, (Hq + 2 Hkv) * D], in one launch with
+    :func:`rope_and_cache` before it.
+
+    The new token of row r stands at position ``seq_lens[r] - 1``, and its k and v are written there
+    by the block table; rows of length 0 write nothing. ``cos_sin`` [max_pos, D] float32.
+    """
+    rows, (head_dim, num_kv_heads) = qkv.shape[0], (kv_cache.shape[4], kv_cache.shape[2])
+    check(
+        qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim,
+        f"qkv has {qkv.shape[1]} columns, not {num_heads + 2 * num_kv_heads} heads",
+    )
+    out = torch.empty(rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _launch_decode(
+        qkv, kv_cache, block_table, seq_lens, scale, plan, row_slots, None, out,
+        cos_sin, q_norm_weight, k_norm_weight, eps,
+    )  # fmt: skip
+    return out
+
+
+def _launch_decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    plan: DecodePlan,
+    row_slots: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
+    out: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> None:
+    num_heads, head_dim = out.shape[1:]
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    group, rows = num_heads // num_kv_heads, seq_lens.shape[0]
     if rows == 0:
-        return out
-    _, warps, stages, _ = _tile_shape(head_dim, query.dtype)
-    programs = plan.first_row.shape[0]
-    group_pad, d_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    _decode_kernel[(programs, num_kv_heads)](
+        return
+    _, warps, stages, _ = _tile_shape(head_dim, query.dtype, rows)
+    _decode_kernel[(plan.first_row.shape[0], num_kv_heads)](
         query,
         kv_cache,
         block_table,
@@ -338,29 +477,31 @@ def paged_decode(
         plan.partial,
         plan.stats,
         out,
+        cos_sin if cos_sin is not None else plan.stats,
+        q_norm_weight if q_norm_weight is not None else query,
+        k_norm_weight if k_norm_weight is not None else query,
         scale * LOG2_E,
+        eps,
         rows,
-        programs,
         query.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.stride(0),
         HAS_SLOTS=row_slots is not None,
         MIXED=query_start_loc is not None,
+        ROPE=cos_sin is not None,
+        NORM=q_norm_weight is not None,
         GROUP=group,
-        GROUP_PAD=group_pad,
+        GROUP_PAD=triton.next_power_of_2(group),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        D_PAD=d_pad,
+        D_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, group_pad),
         BLOCK_N=plan.block_n,
-        PARTS_PAD=max(1, 4096 // (group_pad * d_pad)),
         num_warps=num_warps or warps,
         num_stages=num_stages or stages,
         **pdl_options(query.device),
     )
-    return out
 
 
 @triton.jit
@@ -410,12 +551,12 @@ def _prefill_tiles(
         else:
             key = tl.load(key_ptr + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
             value = tl.load(value_ptr + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        scores = dot(query, tl.trans(key)) * scale_log2
+        scores = dot(query, tl.trans(key))
         if MASKED:
             scores = tl.where(position[None, :] <= limit[:, None], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - safe_max[:, None])
+        weights = tl.exp2(scores * scale_log2 - safe_max[:, None])
         rescale = tl.exp2(running_max - safe_max)
         total = total * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
@@ -508,7 +649,7 @@ def _prefill_shape(
         return max(16, triton.next_power_of_2(group)), 16, 4, 2
     if max_query_len * group <= 64:
         return max(64, triton.next_power_of_2(group)), 64, 4, 3
-    return 128, 64, 8 if head_dim > 64 else 4, 3
+    return 128, 64, 4, 4
 
 
 def paged_prefill(

@@ -7,8 +7,8 @@ Four launches, each over all rows; a row leaves a stage at once if it has no use
                 above which the survivors must lie, from the maxima of groups of 64 tokens
 3. draw         unfiltered rows: the best perturbed logit of every chunk; filtered rows: tokens
                 above the cutoff are gathered, a few dozen as a rule
-4. pick         filtered rows: the exact threshold by bisection over the gathered tokens, then
-                the best perturbed survivor
+4. pick         filtered rows: the survivors among the gathered tokens, by comparing all pairs
+                if there are few and by bisection for the threshold if not; the best perturbed one
 
 The draw is Gumbel-max: argmax of logit / temperature - log(-log(u)), u = ((w >> 8) + 0.5) / 2**24,
 w the first word of Philox4x32-10 with the row's seed as key and (token id, position, 0, 0) as
@@ -27,6 +27,7 @@ GREEDY_EPS = tl.constexpr(1e-5)
 # No token this far below a row's maximum can win a draw: the noise spans [-2.86, 17.33].
 NOISE_SPAN = tl.constexpr(20.25)
 FIXED_POINT = tl.constexpr(float(2**40))
+PAIRWISE = tl.constexpr(512)  # gathered tokens that are ranked by comparing all pairs
 
 
 @triton.jit
@@ -299,6 +300,85 @@ def _threshold(
 
 
 @triton.jit
+def _ranked(values_ptr, ids_ptr, offsets, count, row_max, min_p):
+    """Return (scaled logits, ids, unique keys in rank order, whether min-p keeps them)."""
+    mask = offsets < count
+    x = tl.load(values_ptr + offsets, mask=mask, other=float("-inf"))
+    ids = tl.load(ids_ptr + offsets, mask=mask, other=0)
+    keys = _ordered(x).to(tl.int64) * 4294967296 - ids
+    return x, ids, keys, mask & (tl.exp(x - row_max) >= min_p)
+
+
+@triton.jit
+def _pick_of_few(
+    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, seed, position, V,
+):  # fmt: skip
+    """Return the best perturbed survivor of at most PAIRWISE gathered tokens."""
+    STEP: tl.constexpr = 8
+    x, ids, keys, valid = _ranked(
+        values_ptr, ids_ptr, tl.arange(0, PAIRWISE), count, row_max, min_p
+    )
+    rank = tl.zeros([PAIRWISE], tl.int32)
+    mass_before = tl.zeros([PAIRWISE], tl.int64)
+    for begin in range(0, count, STEP):
+        other_x, _, other_keys, other_valid = _ranked(
+            values_ptr, ids_ptr, begin + tl.arange(0, STEP), count, row_max, min_p
+        )
+        higher = (other_keys[:, None] > keys[None, :]) & other_valid[:, None]
+        rank += tl.sum(higher.to(tl.int32), 0)
+        mass_before += tl.sum(tl.where(higher, _mass(other_x, row_max)[:, None], 0), 0)
+    has_k = (top_k > 0) & (top_k < V)
+    kept = valid & (rank < tl.where(has_k, top_k, V))
+    if has_k | (min_p > 0):
+        total = tl.sum(tl.where(kept, _mass(x, row_max), 0), 0)
+    if top_p < 1:
+        target = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        kept = kept & (mass_before < tl.maximum(target, 1))
+    perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
+    return _best(perturbed, ids, V)
+
+
+@triton.jit
+def _pick_of_many(
+    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, low, seed, position, V,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the best perturbed survivor of any number of gathered tokens."""
+    key = low
+    last_id = V
+    has_k = (top_k > 0) & (top_k < V)
+    if has_k:
+        key, last_id = _threshold(
+            values_ptr, ids_ptr, count, top_k.to(tl.int64), low, row_max, min_p, V, False, BLOCK
+        )
+    if has_k | (min_p > 0):
+        total = _measure(values_ptr, ids_ptr, count, key, last_id, row_max, min_p, True, BLOCK)
+    if top_p < 1:
+        target = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        p_key, p_last_id = _threshold(
+            values_ptr, ids_ptr, count, tl.maximum(target, 1), low, row_max, min_p, V, True, BLOCK
+        )
+        last_id = tl.where(p_key > key, p_last_id, tl.minimum(last_id, p_last_id))
+        key = tl.maximum(key, p_key)
+    offsets = tl.arange(0, BLOCK)
+    best_value = float("-inf")
+    best_id = V
+    for begin in range(0, count, BLOCK):
+        mask = begin + offsets < count
+        x = tl.load(values_ptr + begin + offsets, mask=mask, other=float("-inf"))
+        ids = tl.load(ids_ptr + begin + offsets, mask=mask, other=0)
+        keys = _ordered(x).to(tl.int64)
+        kept = mask & ((keys > key) | ((keys == key) & (ids <= last_id)))
+        kept = kept & (tl.exp(x - row_max) >= min_p)
+        perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
+        value, value_id = _best(perturbed, ids, V)
+        better = (value > best_value) | ((value == best_value) & (value_id < best_id))
+        best_id = tl.where(better, value_id, best_id)
+        best_value = tl.where(better, value, best_value)
+    return best_value, best_id
+
+
+@triton.jit
 def _pick_kernel(
     seeds_ptr,
     positions_ptr,
@@ -337,44 +417,20 @@ def _pick_kernel(
             top_k = tl.load(top_k_ptr + row)
             top_p = tl.load(top_p_ptr + row)
             min_p = tl.load(min_p_ptr + row)
-            low = _ordered(tl.maximum(cutoff, -3.4e38)).to(tl.int64)
-            key = low
-            last_id = V
-            mass = (tl.load(row_sum_ptr + row).to(tl.float64) * FIXED_POINT).to(tl.int64)
-            if (top_k > 0) & (top_k < V):
-                key, last_id = _threshold(
-                    values_ptr, ids_ptr, count, top_k.to(tl.int64), low, row_max, min_p, V,
-                    False, BLOCK,
-                )  # fmt: skip
-            if ((top_k > 0) & (top_k < V)) | (min_p > 0):
-                mass = _measure(
-                    values_ptr, ids_ptr, count, key, last_id, row_max, min_p, True, BLOCK
-                )
-            if top_p < 1:
-                target = (top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-                p_key, p_last_id = _threshold(
-                    values_ptr, ids_ptr, count, tl.maximum(target, 1), low, row_max, min_p, V,
-                    True, BLOCK,
-                )  # fmt: skip
-                last_id = tl.where(p_key > key, p_last_id, tl.minimum(last_id, p_last_id))
-                key = tl.maximum(key, p_key)
             seed = tl.load(seeds_ptr + row)
             position = tl.load(positions_ptr + row)
-            offsets = tl.arange(0, BLOCK)
-            best_value = float("-inf")
-            best_id = V
-            for begin in range(0, count, BLOCK):
-                mask = begin + offsets < count
-                x = tl.load(values_ptr + begin + offsets, mask=mask, other=float("-inf"))
-                ids = tl.load(ids_ptr + begin + offsets, mask=mask, other=0)
-                keys = _ordered(x).to(tl.int64)
-                kept = mask & ((keys > key) | ((keys == key) & (ids <= last_id)))
-                kept = kept & (tl.exp(x - row_max) >= min_p)
-                perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
-                value, value_id = _best(perturbed, ids, V)
-                better = (value > best_value) | ((value == best_value) & (value_id < best_id))
-                best_id = tl.where(better, value_id, best_id)
-                best_value = tl.where(better, value, best_value)
+            total = (tl.load(row_sum_ptr + row).to(tl.float64) * FIXED_POINT).to(tl.int64)
+            if count <= PAIRWISE:
+                _, best_id = _pick_of_few(
+                    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, seed,
+                    position, V,
+                )  # fmt: skip
+            else:
+                low = _ordered(tl.maximum(cutoff, -3.4e38)).to(tl.int64)
+                _, best_id = _pick_of_many(
+                    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, low, seed,
+                    position, V, BLOCK,
+                )  # fmt: skip
         tl.store(sampled_ptr + row, best_id.to(tl.int64))
 
 
@@ -537,7 +593,7 @@ def sample(
         vocab,
         stats.splits,
         S_PAD=stats.splits_pad,
-        BLOCK=1024,
+        BLOCK=2048,
         num_warps=4,
         **pdl,
     )

@@ -47,20 +47,19 @@ def expected(x, weight, bias=None, residual=None, norm_weight=None, silu=False) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
 @pytest.mark.parametrize("k,block_k", [(96, 128), (200, 64), (256, 64)])
-def test_gemv(dtype, m, k, block_k, device):
-    x, weight, bias, residual, norm_weight = operands(m, 13, k, dtype, device)
-    config = GemvConfig(2, block_k, 4)
+@pytest.mark.parametrize("block_n", [1, 2, 8])
+def test_gemv(dtype, k, block_k, block_n, device):
+    x, weight, bias, residual, norm_weight = operands(1, 13, k, dtype, device)
+    config = GemvConfig(block_n, block_k, 4)
     out = gemv(x, weight, bias, residual, norm_weight, EPS, config=config)
     close(out, expected(x, weight, bias, residual, norm_weight))
     close(gemv(x, weight, config=config), expected(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 3])
-def test_gemv_silu(dtype, m, device):
-    x, weight, _, _, norm_weight = operands(m, 11, 200, dtype, device, silu=True)
+def test_gemv_silu(dtype, device):
+    x, weight, _, _, norm_weight = operands(1, 11, 200, dtype, device, silu=True)
     for config in (None, GemvConfig(2, 64, 4)):
         out = gemv(x, weight, norm_weight=norm_weight, eps=EPS, silu=True, config=config)
         close(out, expected(x, weight, norm_weight=norm_weight, silu=True))
@@ -88,7 +87,7 @@ def test_skinny_gemm_silu(split_k, device):
 @pytest.mark.parametrize("linear", [gemv, skinny_linear, library_linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_candidates_of_a_choice_agree(linear, dtype, device):
-    x, weight, _, residual, norm_weight = operands(4, 48, 160, dtype, device, silu=True)
+    x, weight, _, residual, norm_weight = operands(1, 48, 160, dtype, device, silu=True)
     out = linear(x, weight, None, residual, norm_weight, EPS, True)
     close(out, expected(x, weight, None, residual, norm_weight, True), factor=2)
 
@@ -96,19 +95,20 @@ def test_the_candidates_of_a_choice_agree(linear, dtype, device):
 def test_choice_is_measured_once_per_shape(device):
     chooser = LinearChooser(device, repeats=3)
     weight = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
-    choice = chooser.choose(2, weight, norm=True, silu=True)
-    assert chooser.choose(2, weight, norm=True, silu=True) is choice
+    choice = chooser.choose(1, weight, norm=True, silu=True)
+    assert chooser.choose(1, weight, norm=True, silu=True) is choice
     if device.type == "cuda":
         (times,) = chooser.times.values()
         assert times[choice.__name__] == min(times.values())
-        assert set(times) == {"gemv", "skinny_linear", "library_linear"}
+        assert set(times) == {"gemv", "library_linear"}
+        assert chooser.choose(4, weight) in (skinny_linear, library_linear)
     else:
         assert choice is library_linear
 
 
 def test_too_many_rows_are_refused(device):
     weight = torch.randn(8, 16, device=device)
-    with pytest.raises(ValueError, match="1 to 4 rows, not 5"):
+    with pytest.raises(ValueError, match="one row, not 5"):
         gemv(torch.randn(5, 16, device=device), weight)
     with pytest.raises(ValueError, match="1 to 64 rows, not 65"):
         skinny_gemm(torch.randn(65, 16, device=device), weight)

@@ -4,7 +4,13 @@ import pytest
 import torch
 from reference import PagedBatch, attention, close, paged_batch
 
-from pageserve.kernels.paged_attention import paged_decode, paged_prefill, plan_decode
+from pageserve.kernels.paged_attention import (
+    paged_decode,
+    paged_prefill,
+    plan_decode,
+    rope_and_paged_decode,
+)
+from pageserve.kernels.rope_cache import rope_and_cache
 
 MHA, GQA, GQA7, MQA = (4, 4), (8, 2), (14, 2), (6, 1)
 SCALE = 0.11
@@ -55,6 +61,38 @@ def test_decode_reads_the_table_of_slots(device):
     expected = attention(batch, SCALE)
     batch.block_table = table
     close(decode(batch, row_slots=slots), expected)
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA7, MQA])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("head_dim,dtype", [(64, torch.float32), (128, torch.bfloat16)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_decode_with_rope_equals_its_two_parts(heads, block_size, head_dim, dtype, norm, device):
+    num_heads, kv_heads = heads
+    seq_lens = [1, 70, 0, 33, 160]
+    batch = paged_batch([1] * 5, seq_lens, *heads, head_dim, block_size, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    qkv = randn(5, (num_heads + 2 * kv_heads) * head_dim).to(dtype)
+    cos_sin = randn(200, head_dim)
+    norms = [randn(head_dim).to(dtype) for _ in range(2)] if norm else [None, None]
+    positions = (batch.seq_lens - 1).clamp(min=0).long()
+    blocks = batch.block_table[torch.arange(5, device=device), positions // block_size].long()
+    slots = torch.where(batch.seq_lens > 0, blocks * block_size + positions % block_size, -1)
+    parts_cache, kv_cache = batch.kv_cache.clone(), batch.kv_cache.clone()
+    plan = plan_decode(batch.seq_lens, *heads, head_dim, dtype)
+    query = rope_and_cache(qkv, positions, cos_sin, parts_cache, slots, num_heads, kv_heads, *norms)
+    expected = paged_decode(query, parts_cache, batch.block_table, batch.seq_lens, SCALE, plan)
+    out = rope_and_paged_decode(
+        qkv, kv_cache, batch.block_table, batch.seq_lens, cos_sin, SCALE, plan, num_heads,
+        None, *norms,
+    )  # fmt: skip
+    close(out, expected)
+    assert torch.equal(kv_cache.isnan(), parts_cache.isnan())
+    close(kv_cache.nan_to_num(), parts_cache.nan_to_num())
 
 
 def prefill(batch: PagedBatch, query_lens: list[int], **options) -> torch.Tensor:
