@@ -15,6 +15,8 @@ from pageserve.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+PROMPT_TOO_LONG = "prompt_too_long:"  # how the error of a prompt that can never run begins
+
 
 # --- client → engine ------------------------------------------------------------------------------
 

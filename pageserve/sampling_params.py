@@ -55,6 +55,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the highest logit wins without a draw."""
         return self.temperature < GREEDY_EPS
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything but the filters (top-k, top-p, min-p) may change what is likely."""
+        return bool(
+            self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or self.min_tokens
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Check every range; raise :class:`ParameterError` that names the first bad field.
 

@@ -17,11 +17,10 @@ from pageserve.api.errors import (
 from pageserve.api.metrics import SequenceTimes
 from pageserve.engine.client import EngineDeadError, generate
 from pageserve.engine.output_processor import TextOutput
-from pageserve.messages import AddRequest
+from pageserve.messages import PROMPT_TOO_LONG, AddRequest
 
 logger = logging.getLogger("pageserve.api")
 
-CANNOT_FIT = "prompt_too_long:"  # how the scheduler's refusal of an impossible prompt begins
 MERGE_AHEAD = 64  # outputs of several sequences that may wait for their reader
 
 
@@ -127,7 +126,7 @@ class Generation:
         except EngineDeadError:
             raise engine_dead() from None
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
         queue: asyncio.Queue[tuple[int, TextOutput] | APIError] = asyncio.Queue(MERGE_AHEAD)
@@ -196,7 +195,7 @@ def _failure(output: TextOutput) -> APIError:
     if output.finish_reason == "abort":
         return APIError(499, "request_cancelled", "the request was cancelled", type="api_error")
     error = output.error or ""
-    if error.startswith(CANNOT_FIT):
-        return bad_request("context_length_exceeded", error.removeprefix(CANNOT_FIT).strip())
+    if error.startswith(PROMPT_TOO_LONG):
+        return bad_request("context_length_exceeded", error.removeprefix(PROMPT_TOO_LONG).strip())
     logger.error("the engine failed on a request: %s", error)
     return internal_error()

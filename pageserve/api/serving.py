@@ -23,6 +23,7 @@ from pageserve.api.protocol import (
     refuse_unsupported,
 )
 from pageserve.api.replies import CHAT, COMPLETION, EventStreamResponse, Reply, WholeResponse
+from pageserve.engine.output_processor import stop_matcher
 from pageserve.messages import AddRequest
 from pageserve.sampling_params import ParameterError, SamplingParams
 from pageserve.tokenizer import Tokenizer
@@ -170,6 +171,8 @@ def sampling_params(
         params.validate(vocab_size(context))
     except ParameterError as error:
         raise bad_request(error.code, str(error), error.param) from None
+    if params.stop:  # a long list takes a while to build, which the event loop must not pay
+        stop_matcher(context.loaded_tokenizer, tuple(params.stop), params.skip_special_tokens)
     return params
 
 

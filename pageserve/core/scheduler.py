@@ -16,6 +16,7 @@ from pageserve.core.kv_cache_manager import KVCacheManager
 from pageserve.core.policy import POLICIES, WaitingQueue
 from pageserve.core.request import CORRUPTED_TOKEN, Request, RequestStatus
 from pageserve.messages import (
+    PROMPT_TOO_LONG,
     AddRequest,
     ModelRunnerOutput,
     NewRequestData,
@@ -481,13 +482,13 @@ class Scheduler:
             return "The prompt is empty."
         if num_prompt_tokens >= self.max_model_len:
             return (
-                f"This model's maximum context length is {self.max_model_len} tokens, but the "
-                f"prompt has {num_prompt_tokens}; at least one is needed for the output."
+                f"{PROMPT_TOO_LONG} This model's maximum context length is {self.max_model_len} "
+                f"tokens, but the prompt has {num_prompt_tokens}; the output needs at least one."
             )
         if num_prompt_tokens > self.max_pool_tokens:
             return (
-                f"The prompt has {num_prompt_tokens} tokens, but the KV cache of this server "
-                f"holds {self.max_pool_tokens}."
+                f"{PROMPT_TOO_LONG} The prompt has {num_prompt_tokens} tokens, but the KV cache "
+                f"of this server holds {self.max_pool_tokens}."
             )
         return None
 

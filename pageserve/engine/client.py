@@ -4,7 +4,7 @@
 engine process and tests bring a scripted one. :func:`generate` adds text to a stream.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from pageserve.engine.output_processor import OutputProcessor, TextOutput
@@ -55,7 +55,7 @@ class EngineClient(Protocol):
 
 async def generate(
     client: EngineClient, tokenizer: Tokenizer, request: AddRequest
-) -> AsyncIterator[TextOutput]:
+) -> AsyncGenerator[TextOutput]:
     """Run one request and yield its text as it is released; the last output is finished.
 
     A stop string that completes ends the request here and aborts it in the engine.

@@ -22,9 +22,9 @@ from pageserve.kernels.input_batch import (
     store_sampled,
 )
 from pageserve.kernels.sampling import greedy_sample, sample
-from pageserve.messages import SchedulerOutput
+from pageserve.messages import NewRequestData, SchedulerOutput
 from pageserve.models.decoder import DecoderForCausalLM
-from pageserve.worker.request_states import RequestStates
+from pageserve.worker.request_states import RequestStates, to_device
 
 STAGES = 3  # host buffers in turn: two steps may be in flight while a third is prepared
 MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch eagerly
@@ -95,6 +95,7 @@ class CUDAGraphRunner:
         self._stages = [_make_stage(max_num_seqs, pin_memory=pinned) for _ in range(STAGES)]
         self._turn = 0
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._sampling = _SamplingTable(max_num_seqs, self.device)
         self.num_replays = 0
 
     def keys(self) -> list[GraphKey]:
@@ -124,13 +125,18 @@ class CUDAGraphRunner:
             if progress is not None:
                 progress(i + 1, len(keys))
 
+    def admit(self, new_requests: Sequence[NewRequestData]) -> None:
+        """Note how requests that enter the table sample."""
+        if new_requests:
+            self._sampling.put(new_requests)
+
     def key_for(self, step: SchedulerOutput) -> GraphKey | None:
         """Return the bucket of a step, None if it must run eagerly."""
         num_rows, num_tokens = len(step.rows), step.num_scheduled_tokens
         slots = [row.slot for row in step.rows if row.samples]
-        if any(self.states.needs_torch_sampler[slot] for slot in slots):
+        if any(self._sampling.special[slot] for slot in slots):
             return None
-        draws = any(self.states.draws[slot] for slot in slots)
+        draws = any(self._sampling.draws[slot] for slot in slots)
         if num_rows == num_tokens == len(slots):
             size = _bucket(self.row_sizes, num_rows)
             return GraphKey(size, size, draws)
@@ -208,18 +214,52 @@ class CUDAGraphRunner:
         if not key.decode:
             hidden = hidden[(query_start_loc[1:] - 1).clamp_min(0)]
         logits = self.model.compute_logits(hidden)[:, : self.vocab_limit]
-        sampled = self._draw(logits, last, row_slots) if key.draws else greedy_sample(logits)
+        if key.draws:
+            sampled = sample(logits, *self._sampling.rows(row_slots, last[:, 1] + 1))
+        else:
+            sampled = greedy_sample(logits)
         store_sampled(last, sampled, table)
         self.inputs.sampled[:num_rows].copy_(sampled)
 
-    def _draw(
-        self, logits: torch.Tensor, last: torch.Tensor, row_slots: torch.Tensor
-    ) -> torch.Tensor:
-        states = self.states
-        temperature, top_p, min_p = states.sampling_floats.index_select(1, row_slots).unbind(0)
-        top_k, num_prompt = states.sampling_ints.index_select(1, row_slots).unbind(0)
-        seeds = states.seeds.index_select(0, row_slots)
-        return sample(logits, temperature, top_k, top_p, min_p, seeds, last[:, 1] + 1 - num_prompt)
+
+class _SamplingTable:
+    """How each slot samples, on the device, in the form the sampling kernel takes."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.floats = torch.zeros(3, max_num_seqs, device=device)  # temperature, top_p, min_p
+        self.ints = torch.zeros(2, max_num_seqs, dtype=torch.int32, device=device)  # top_k, prompt
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.draws = [False] * max_num_seqs
+        self.special = [False] * max_num_seqs  # wants more than the kernel does
+
+    def put(self, new_requests: Sequence[NewRequestData]) -> None:
+        """Enter requests, greedy ones too: among drawing rows they need their temperature of 0."""
+        for new in new_requests:
+            p = new.sampling_params
+            self.draws[new.slot] = not p.greedy
+            self.special[new.slot] = p.logprobs is not None or p.edits_logits
+        params = [n.sampling_params for n in new_requests]
+        slots = torch.tensor([n.slot for n in new_requests])
+        floats = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params])
+        ints = torch.tensor(
+            [[p.top_k, n.num_prompt_tokens] for p, n in zip(params, new_requests, strict=True)],
+            dtype=torch.int32,
+        )
+        seeds = torch.from_numpy(np.array([n.seed for n in new_requests], np.uint64).view(np.int64))
+        slots, floats, ints, seeds = (
+            to_device(x, self.seeds.device) for x in (slots, floats, ints, seeds)
+        )
+        self.floats[:, slots] = floats.t()
+        self.ints[:, slots] = ints.t()
+        self.seeds[slots] = seeds
+
+    def rows(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (temperature, top_k, top_p, min_p, seeds, output positions) of ``slots`` [n],
+        whose requests have ``num_tokens`` [n] tokens so far."""
+        temperature, top_p, min_p = self.floats.index_select(1, slots).unbind()
+        top_k, num_prompt_tokens = self.ints.index_select(1, slots).unbind()
+        seeds = self.seeds.index_select(0, slots)
+        return temperature, top_k, top_p, min_p, seeds, num_tokens - num_prompt_tokens
 
 
 def _make_stage(max_rows: int, **where: Any) -> _Stage:

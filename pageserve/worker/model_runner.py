@@ -4,7 +4,9 @@ The only caller of the model, the attention planner and the sampler. It sees slo
 never a request id, a queue or a client.
 """
 
+import itertools
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +27,7 @@ class StepHandle:
     sampled: SamplerOutput | None  # on the host once `copied` has passed; None: no row samples
     wants_logprobs: list[int]  # alternatives wanted per sampling row, -1 for none
     copied: torch.cuda.Event | None
+    samples: list[bool] | None = None  # which entries of `sampled` count; None: all
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its sampled ids and log probabilities."""
@@ -33,6 +36,8 @@ class StepHandle:
         if self.sampled is None:
             return ModelRunnerOutput(self.step_id, [])
         token_ids = self.sampled.token_ids.tolist()
+        if self.samples is not None:
+            token_ids = list(itertools.compress(token_ids, self.samples))
         return ModelRunnerOutput(self.step_id, token_ids, self._logprob_lists(token_ids))
 
     def _logprob_lists(self, token_ids: list[int]) -> list[TokenLogprobs | None] | None:
@@ -53,6 +58,10 @@ class StepHandle:
             TokenLogprobs(token_id, logprob, top_ids[:k], top[:k]) if k >= 0 else None
             for token_id, logprob, top_ids, top, k in columns
         ]
+
+
+if TYPE_CHECKING:  # imports Triton, which only CUDA machines need to have
+    from pageserve.worker.cuda_graphs import CUDAGraphRunner
 
 
 class ModelRunner:
@@ -77,11 +86,20 @@ class ModelRunner:
         self.device = kv_cache.device
         self.states = RequestStates(max_num_seqs, max_model_len, kv_cache.shape[4], self.device)
         self.sampler = Sampler()
+        self.graphs: CUDAGraphRunner | None = None  # set by the worker once they are captured
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step; on an accelerator this returns before the step has run."""
         self.states.apply(step, self.kv_cache)
+        if self.graphs is not None:
+            self.graphs.admit(step.new_requests)
+            key = self.graphs.key_for(step)
+            if key is not None:
+                sampled = SamplerOutput(self.graphs.replay(key, step))
+                return StepHandle(
+                    step.step_id, sampled, [], _event(), [row.samples for row in step.rows]
+                )
         batch = InputBatch.build(step.rows, self.states)
         metadata = self.backend.build_metadata(
             batch.query_start_loc,
@@ -124,6 +142,10 @@ class ModelRunner:
         for name, x in tensors.items():
             if x is not None:
                 host[name].copy_(x, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return StepHandle(step_id, SamplerOutput(**host), wants, copied)
+        return StepHandle(step_id, SamplerOutput(**host), wants, _event())
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event

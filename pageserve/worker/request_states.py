@@ -20,6 +20,7 @@ class RequestStates:
     ) -> None:
         self.device = device
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
         # One column more than the context: the token after the last position has a place too.
         self.token_ids = torch.zeros(

@@ -14,7 +14,10 @@ survivor can lie comes from the maxima of groups of tokens, and only what lies a
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -84,9 +87,10 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     if k == 0:
         return torch.empty(len(logits), 0, dtype=torch.int64)
     logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    maxima = _group_maxima(logits, at_least=k)
-    ranking = _rank(logits, maxima.topk(k).values[:, -1])
-    return ranking.token_ids[ranking.places < k].view(len(logits), k)
+    scores = Scores(logits, _group_maxima(logits), torch.ones(len(logits)))
+    cutoff = _top_k_cutoff(scores, torch.full((len(logits),), k), k)
+    ranked, places, _ = _rank(scores.reaching(cutoff), len(logits))
+    return ranked.token_ids[places < k].view(len(logits), k)
 
 
 def _top_ids_on_gpu(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -161,158 +165,171 @@ def _choose_on_gpu(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
 
 
 def _choose(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+    if draws is None:
+        return _choose_best(logits)
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    if (rows := draws.greedy_rows) is not None:
+        token_ids[rows] = _choose_best(logits[rows])
+    if (rows := draws.free_rows) is not None:
+        token_ids[rows] = _draw(logits, rows, draws, _free_candidates)
+    if (rows := draws.filtered_rows) is not None:
+        token_ids[rows] = _draw(logits, rows, draws, _filtered_candidates)
+    return token_ids
+
+
+def _choose_best(logits: torch.Tensor) -> torch.Tensor:
     best, token_ids = logits.max(-1)  # NaN if the row holds one; ties: the first
-    usable = best.isfinite()
-    if draws is not None:
-        for rows, draw in ((draws.free_rows, _draw), (draws.filtered_rows, _draw_filtered)):
-            if rows is not None and len(rows := rows[usable[rows]]):
-                token_ids[rows] = draw(logits, best, rows, draws)
-    return token_ids.masked_fill_(~usable, NO_TOKEN)
-
-
-def _scale(
-    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor, draws: Draws
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide ``rows`` of the logits and of their maxima by the temperature."""
-    temperature = draws.temperature[rows]
-    chosen = logits if len(rows) == len(logits) else logits[rows]
-    return chosen / temperature[:, None], best[rows] / temperature
+    return token_ids.masked_fill_(~best.isfinite(), NO_TOKEN)
 
 
 def _draw(
-    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor, draws: Draws
-) -> torch.Tensor:
-    """Draw from all tokens; noise is made only for those that can win."""
-    scaled, scaled_best = _scale(logits, best, rows, draws)
-    # First the likeliest tokens: what they reach, with the largest noise there is, sets the bar
-    # for all others (the margin covers rounding).
-    _, reached = _perturbed_best(scaled, scaled_best - 3, rows, draws)
-    bar = torch.minimum(scaled_best, (reached - NOISE_MAX).float() - 1e-3 - 1e-6 * reached.abs())
-    return _perturbed_best(scaled, bar.float(), rows, draws)[0]
-
-
-def _perturbed_best(
-    scaled: torch.Tensor, floor: torch.Tensor, rows: torch.Tensor, draws: Draws
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, per row, the id and the value of the best perturbed token from ``floor`` up."""
-    row, token_ids = (scaled >= floor[:, None]).nonzero(as_tuple=True)
-    return _pick(row, token_ids, scaled[row, token_ids], rows, draws)
-
-
-def _draw_filtered(
-    logits: torch.Tensor, best: torch.Tensor, rows: torch.Tensor, draws: Draws
-) -> torch.Tensor:
-    """Draw from what min-p, top-k and top-p leave, in this order."""
-    scaled, scaled_best = _scale(logits, best, rows, draws)
-    row, token_ids, values = filter_tokens(
-        scaled,
-        scaled_best,
-        draws.top_k[rows],
-        draws.top_p[rows],
-        draws.min_p[rows],
-        draws.max_top_k,
-    )
-    return _pick(row, token_ids, values, rows, draws)[0]
-
-
-def _pick(
-    row: torch.Tensor,  # [m], index into rows
-    token_ids: torch.Tensor,  # [m]
-    values: torch.Tensor,  # [m]
+    logits: torch.Tensor,
     rows: torch.Tensor,
     draws: Draws,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Perturb the candidates; return the winner's id and its value for each of ``rows``."""
-    batch_row = rows[row]
-    noise = gumbel_noise(draws.seeds[batch_row], token_ids, draws.output_positions[batch_row])
-    perturbed = values.double() + noise
-    best = torch.full((len(rows),), -torch.inf, dtype=torch.float64)
-    best.scatter_reduce_(0, row, perturbed, "amax")
-    winners = torch.where(perturbed == best[row], token_ids, torch.iinfo(torch.int64).max)
-    ids = torch.full((len(rows),), torch.iinfo(torch.int64).max)
-    return ids.scatter_reduce_(0, row, winners, "amin"), best
+    candidates: Callable[["Scores", Draws], "Candidates"],
+) -> torch.Tensor:
+    """Draw for ``rows`` of the batch, among the ``candidates``."""
+    if len(rows) < len(logits):
+        logits = logits[rows]
+    maxima = _group_maxima(logits)
+    usable = maxima.amax(-1).isfinite()
+    if not usable.all():
+        rows, logits, maxima = rows[usable], logits[usable], maxima[usable]
+    draws = draws.select(rows)
+    token_ids = torch.full((len(usable),), NO_TOKEN)
+    if len(rows):
+        scores = Scores(logits, maxima, draws.temperature)
+        token_ids[usable] = _pick(candidates(scores, draws), draws)[0]
+    return token_ids
+
+
+def _pick(candidates: "Candidates", draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """Perturb the candidates; return every row's winner and the value it reaches, float64."""
+    rows, token_ids, values = candidates
+    noise = gumbel_noise(draws.seeds[rows], token_ids, draws.output_positions[rows])
+    perturbed = noise.add_(values)
+    best = torch.full((len(draws.seeds),), -torch.inf, dtype=torch.float64)
+    best.scatter_reduce_(0, rows, perturbed, "amax")
+    ties = perturbed == best[rows]
+    winners = torch.full((len(draws.seeds),), torch.iinfo(torch.int64).max)
+    return winners.scatter_reduce_(0, rows[ties], token_ids[ties], "amin"), best
+
+
+def _free_candidates(scores: "Scores", draws: Draws) -> "Candidates":
+    """All tokens that can win."""
+    # The likeliest tokens come first: what they reach, with the largest noise there is, sets the
+    # bar for all others (the margin covers rounding).
+    _, reached = _pick(scores.reaching(scores.best - 3), draws)
+    bar = reached - NOISE_MAX - 1e-3 - 1e-6 * reached.abs()
+    return scores.reaching(torch.minimum(scores.best, bar.float()))
 
 
 # --- filters --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """The tokens of all rows from their cutoff up, row by row, best first, ties by id."""
+class Candidates(NamedTuple):
+    """Some tokens of some rows, row by row."""
 
     rows: torch.Tensor  # [m] int64
     token_ids: torch.Tensor  # [m] int64
     values: torch.Tensor  # [m]
-    places: torch.Tensor  # [m] int64: 0, 1, … within the row
-    starts: torch.Tensor  # [n] int64: where a row begins
 
 
-def _rank(values: torch.Tensor, cutoff: torch.Tensor) -> Ranking:
-    """Rank the tokens of ``values`` [n, v] that reach ``cutoff`` [n]."""
-    rows, token_ids = (values >= cutoff[:, None]).nonzero(as_tuple=True)
-    selected = values[rows, token_ids]
-    order = selected.argsort(descending=True, stable=True)
+@dataclass(frozen=True)
+class Scores:
+    """Logits to be divided by the temperature, which is done for the few tokens that matter.
+
+    ``maxima`` are those of groups of tokens: if g groups reach a value, so do at least g tokens.
+    """
+
+    logits: torch.Tensor  # [n, v]
+    maxima: torch.Tensor  # [n, groups]
+    temperature: torch.Tensor  # [n]
+
+    @cached_property
+    def best(self) -> torch.Tensor:
+        """The highest score per row, [n]."""
+        return self.maxima.amax(-1) / self.temperature
+
+    def reaching(self, cutoff: torch.Tensor) -> Candidates:
+        """The tokens of every row whose score is at least ``cutoff`` [n], ids ascending."""
+        # Division may round a little lower logit to the same score.
+        logit_cutoff = cutoff * self.temperature
+        logit_cutoff -= logit_cutoff.abs() * 1e-6 + 1e-30
+        rows, groups = (self.maxima >= logit_cutoff[:, None]).nonzero(as_tuple=True)
+        vocab = self.logits.shape[1]
+        rows = rows[:, None]
+        token_ids = groups[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE)
+        values = self.logits[rows, token_ids.clamp_max(vocab - 1)] / self.temperature[rows]
+        hits = (values >= cutoff[rows]) & (token_ids < vocab)
+        return Candidates(rows.expand_as(hits)[hits], token_ids[hits], values[hits])
+
+
+def _group_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """Return the maxima of consecutive groups of ``logits`` [n, v]; NaN if the group holds one."""
+    whole = logits.shape[1] // GROUP_SIZE * GROUP_SIZE
+    maxima = logits[:, :whole].view(len(logits), -1, GROUP_SIZE).amax(-1)
+    if whole < logits.shape[1]:
+        maxima = torch.cat([maxima, logits[:, whole:].amax(-1, keepdim=True)], dim=1)
+    return maxima
+
+
+def _rank(candidates: Candidates, num_rows: int) -> tuple[Candidates, torch.Tensor, torch.Tensor]:
+    """Order the candidates of each row, best first, ties by id. Also return every candidate's
+    place, 0, 1, … within its row, and where each row begins, [num_rows]."""
+    rows, token_ids, values = candidates
+    order = values.argsort(descending=True, stable=True)
     order = order[rows[order].argsort(stable=True)]
-    counts = rows.bincount(minlength=len(values))
+    counts = rows.bincount(minlength=num_rows)
     starts = counts.cumsum(0) - counts
     rows = rows[order]
     places = torch.arange(len(rows)) - starts[rows]
-    return Ranking(rows, token_ids[order], selected[order], places, starts)
+    return Candidates(rows, token_ids[order], values[order]), places, starts
 
 
-def _group_maxima(values: torch.Tensor, at_least: int) -> torch.Tensor:
-    """Return the maxima of disjoint groups that cover ``values`` [n, v], ``at_least`` of them:
-    if g of them reach a value, so do g tokens."""
-    num_groups = values.shape[1] // GROUP_SIZE
-    if num_groups < max(at_least, GROUP_SIZE):
-        return values
-    whole = values[:, : num_groups * GROUP_SIZE].view(-1, GROUP_SIZE, num_groups).amax(1)
-    return torch.cat([whole, values[:, num_groups * GROUP_SIZE :]], dim=1)
+def _filtered_candidates(scores: Scores, draws: Draws) -> Candidates:
+    return filter_tokens(scores, draws.top_k, draws.top_p, draws.min_p, draws.max_top_k)
 
 
 def filter_tokens(
-    scaled: torch.Tensor,  # [n, v]
-    best: torch.Tensor,  # [n], the maxima
+    scores: Scores,
     top_k: torch.Tensor,  # [n], 0 or less: off
     top_p: torch.Tensor,  # [n]
     min_p: torch.Tensor,  # [n]
     max_top_k: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (rows, ids, values) of the tokens that survive min-p, top-k and top-p.
+) -> Candidates:
+    """Return the tokens that survive min-p, top-k and top-p, best first.
 
     Of the tokens with at least ``min_p`` of the best one's probability the ``top_k`` best are
     kept, and of these the shortest prefix that has ``top_p`` of their mass, but at least one."""
-    vocab = scaled.shape[1]
+    n, vocab = scores.logits.shape
     top_k = torch.where((top_k > 0) & (top_k < vocab), top_k.long(), vocab)
     by_mass = (top_p < 1) & (top_k == vocab)
-    total = torch.zeros(len(scaled), dtype=torch.int64)
-    if by_mass.any():
-        weight = _weight(scaled[by_mass], best[by_mass, None])
-        total[by_mass] = _mass(weight.masked_fill_(weight < min_p[by_mass, None], 0)).sum(-1)
-    cutoff = best + min_p.log() - 1e-3  # -inf without min-p
+    cutoff = scores.best + min_p.log() - 1e-3  # -inf without min-p
     if max_top_k:
-        cutoff = torch.maximum(cutoff, _top_k_cutoff(scaled, top_k, max_top_k))
-    if by_mass.any():
-        bound = _top_p_cutoff(scaled, best, top_p.double() * total, total)
+        cutoff = torch.maximum(cutoff, _top_k_cutoff(scores, top_k, max_top_k))
+    total = torch.zeros(n, dtype=torch.int64)
+    if len(heavy := by_mass.nonzero()[:, 0]):
+        total[heavy] = _total_mass(scores, heavy, min_p)
+        bound = _top_p_cutoff(scores, top_p.double() * total, total)
         cutoff = torch.where(by_mass, torch.maximum(cutoff, bound), cutoff)
     cutoff.clamp_min_(torch.finfo(cutoff.dtype).min)  # banned tokens are not ranked
-    ranking = _rank(scaled, cutoff)
-    rows = ranking.rows
-    weight = _weight(ranking.values, best[rows])
-    keep = (ranking.places < top_k[rows]) & (weight >= min_p[rows])
+    (rows, token_ids, values), places, starts = _rank(scores.reaching(cutoff), n)
+    weight = _weight(values, scores.best[rows])
+    keep = (places < top_k[rows]) & (weight >= min_p[rows])
     mass = _mass(weight.masked_fill_(~keep, 0))
     # Without top-k the cutoff dropped tokens that still count in the whole.
     total = torch.where(by_mass, total, torch.zeros_like(total).index_add_(0, rows, mass))
     before = mass.cumsum(0) - mass
-    before -= before[ranking.starts][rows]
+    before -= before[starts][rows]
     target = torch.where(top_p < 1, top_p.double() * total, torch.inf)
-    keep &= (before < target[rows]) | (ranking.places == 0)
-    return rows[keep], ranking.token_ids[keep], ranking.values[keep]
+    keep &= (before < target[rows]) | (places == 0)
+    return Candidates(rows[keep], token_ids[keep], values[keep])
 
 
-def _weight(scaled: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+def _weight(values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Return probabilities relative to the best token's, float64."""
-    return (scaled.double() - best).exp_()
+    return (values.double() - best).exp_()
 
 
 def _mass(weight: torch.Tensor) -> torch.Tensor:
@@ -320,27 +337,34 @@ def _mass(weight: torch.Tensor) -> torch.Tensor:
     return weight.mul(2.0**44).long()
 
 
-def _top_k_cutoff(scaled: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """Return [n] values that the ``top_k`` [n] best of ``scaled`` [n, v] reach; v: -inf."""
-    ranked = _group_maxima(scaled, at_least=max_top_k).topk(max_top_k).values
-    kth = ranked.gather(1, (top_k[:, None] - 1).clamp_max(max_top_k - 1))[:, 0]
-    return kth.masked_fill(top_k == scaled.shape[1], -torch.inf)
+def _total_mass(scores: Scores, rows: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Return the mass of all tokens of ``rows`` that min-p leaves; row by row, to stay in cache."""
+    totals = []
+    for row in rows.tolist():
+        weight = _weight(scores.logits[row] / scores.temperature[row], scores.best[row])
+        totals.append(_mass(weight.masked_fill_(weight < min_p[row], 0)).sum())
+    return torch.stack(totals)
 
 
-def _top_p_cutoff(
-    scaled: torch.Tensor, best: torch.Tensor, target: torch.Tensor, total: torch.Tensor
-) -> torch.Tensor:
-    """Return [n] values that the likeliest tokens with mass ``target`` [n] reach. ``total`` [n] is
-    the mass of all tokens that count."""
+def _top_k_cutoff(scores: Scores, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """Return [n] scores that the ``top_k`` [n] best tokens reach; -inf where that is not known."""
+    ranked = scores.maxima.topk(min(max_top_k, scores.maxima.shape[1])).values
+    kth = ranked.gather(1, (top_k[:, None] - 1).clamp_max(ranked.shape[1] - 1))[:, 0]
+    return (kth / scores.temperature).masked_fill(top_k > ranked.shape[1], -torch.inf)
+
+
+def _top_p_cutoff(scores: Scores, target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return [n] scores that the likeliest tokens with mass ``target`` [n] reach. ``total`` [n]
+    is the mass of all tokens that count."""
     # Once the groups' maxima alone have the mass, so have the tokens that reach the last of them.
-    ranked = _group_maxima(scaled, at_least=1).sort(-1, descending=True).values
-    mass = _mass(_weight(ranked, best[:, None])).cumsum(-1).double()
+    ranked = scores.maxima.sort(-1, descending=True).values / scores.temperature[:, None]
+    mass = _mass(_weight(ranked, scores.best[:, None])).cumsum(-1).double()
     place = torch.searchsorted(mass, target[:, None])
     last = ranked.gather(1, place.clamp_max(ranked.shape[1] - 1))
     last = last.masked_fill(place >= ranked.shape[1], -torch.inf)[:, 0]
     # All tokens below this together weigh less than what may be dropped.
-    spare = (total - target).clamp_min(1) / (scaled.shape[1] * 2.0**44)
-    return torch.maximum(last, (best + spare.log()).to(last.dtype) - 1e-3)
+    spare = (total - target).clamp_min(1) / (scores.logits.shape[1] * 2.0**44)
+    return torch.maximum(last, (scores.best + spare.log()).float() - 1e-3)
 
 
 # --- noise ----------------------------------------------------------------------------------------
@@ -371,13 +395,18 @@ def philox4x32(
     """Return the first output word of Philox4x32-10; all words are int64 tensors below 2**32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key[0].clone(), key[1].clone()
+    c0, c1, c2, c3 = c0.clone(), c1.clone(), c2.clone(), c3.clone()
+    low0, low1 = torch.empty_like(c0), torch.empty_like(c0)
     for _ in range(10):
         # 64-bit products wrap to signed, which leaves their bits right. Only the factors c0 and
         # c2 need clean upper halves; the low halves pass on as they are and are masked later.
-        low0, low1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = (low1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        c2 = (low0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
-        c1, c3 = low1, low0
+        torch.mul(c0, 0xD2511F53, out=low0)
+        torch.mul(c2, 0xCD9E8D57, out=low1)
+        torch.bitwise_right_shift(low1, 32, out=c0)
+        torch.bitwise_right_shift(low0, 32, out=c2)
+        c0.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3, low0, low1 = low1, low0, c3, c1
         k0.add_(0x9E3779B9)
         k1.add_(0xBB67AE85)
     return c0

@@ -91,9 +91,25 @@ class Draws:
     min_p: torch.Tensor  # [n] float32
     seeds: torch.Tensor  # [n] int64, the bits of the unsigned seed
     output_positions: torch.Tensor  # [n] int32, of the token to be drawn
+    greedy_rows: torch.Tensor | None  # [g] int64
     free_rows: torch.Tensor | None  # [f] int64: draw from all tokens
-    filtered_rows: torch.Tensor | None  # [g] int64: draw from what the filters leave
+    filtered_rows: torch.Tensor | None  # [h] int64: draw from what the filters leave
     max_top_k: int  # over the filtered rows, 0: none has top-k
+
+    def select(self, rows: torch.Tensor) -> "Draws":
+        """The parameters of ``rows`` only."""
+        return Draws(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seeds[rows],
+            self.output_positions[rows],
+            None,
+            None,
+            None,
+            self.max_top_k,
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +185,6 @@ class _Builder:
         top_k_column, output_positions = self._send([top_k, positions], np.int32)
         seeds = np.array([row.seed for row in self.rows], dtype=np.uint64).view(np.int64)
         filtered = [i for i in drawing if top_k[i] or params[i].top_p < 1 or params[i].min_p > 0]
-        free = sorted(set(drawing).difference(filtered))
         return Draws(
             temperature,
             top_k_column,
@@ -177,8 +192,9 @@ class _Builder:
             min_p,
             self._send(seeds, np.int64),
             output_positions,
-            free_rows=self._send(free, np.int64) if free else None,
-            filtered_rows=self._send(filtered, np.int64) if filtered else None,
+            greedy_rows=self._rows(set(range(len(params))).difference(drawing)),
+            free_rows=self._rows(set(drawing).difference(filtered)),
+            filtered_rows=self._rows(set(filtered)),
             max_top_k=max((top_k[i] for i in filtered), default=0),
         )
 
@@ -272,6 +288,9 @@ class _Builder:
         return Penalties(
             columns[0], token_ids.to(self.device, torch.int64), columns[1], columns[2], *strengths
         )
+
+    def _rows(self, rows: set[int]) -> torch.Tensor | None:
+        return self._send(sorted(rows), np.int64) if rows else None
 
     def _send(
         self, values: Any, dtype: type[np.generic], device: torch.device | None = None

@@ -79,6 +79,8 @@ class Worker:
             vocab_limit=min(load_tokenizer(path).size, model.vocab_size),
             eos_token_ids=list(model.eos_token_ids),
         )
+        if device == "cuda" and not config.scheduler.enforce_eager:
+            self._capture_graphs(config, progress)
         self.fingerprint = _fingerprint(path, config)
         logger.info(
             "%s on %s in %s, %s attention; %d KV blocks of %d tokens (%.2f GiB), "
@@ -93,6 +95,26 @@ class Worker:
             plan.max_concurrency,
             plan.max_model_len,
         )
+
+    def _capture_graphs(
+        self, config: EngineConfig, progress: Callable[[str, int, int], None] | None
+    ) -> None:
+        from pageserve.worker.cuda_graphs import CUDAGraphRunner
+
+        assert config.scheduler.max_num_seqs is not None
+        assert config.scheduler.max_num_batched_tokens is not None
+        graphs = CUDAGraphRunner(
+            self.model,
+            self.runner.kv_cache,
+            self.runner.states,
+            vocab_limit=self.runner.vocab_limit,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        )
+        graphs.capture(
+            None if progress is None else lambda n, of: progress("capturing CUDA graphs", n, of)
+        )
+        self.runner.graphs = graphs
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step."""
