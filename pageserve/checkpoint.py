@@ -185,7 +185,7 @@ class _GGUFParser:
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         start = -(-self.offset // alignment) * alignment
-        tensors = {name: self.tensor(name, *place, start) for name, *place in places}
+        tensors = {place[0]: self.tensor(*place, start) for place in places}
         return GGUFHeader(metadata, tensors)
 
     def scalar(self, code: str) -> Any:

@@ -8,6 +8,7 @@ from torch import nn
 
 from pageserve.attention import AttentionBackend, AttentionMetadata
 from pageserve.layers.linear import Linear, MergedLinear
+from pageserve.layers.module import Module
 from pageserve.layers.norm import rms_norm
 from pageserve.model_config import ModelConfig
 
@@ -82,14 +83,14 @@ def rope_and_cache(
 
 def _rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate ``x`` [num_tokens, heads, head_dim] in place, computing in float32."""
-    wide = x.float()
+    wide = x if x.dtype is torch.float32 else x.float()
     swapped = wide.roll(x.shape[-1] // 2, -1)
     wide.mul_(cos).addcmul_(swapped, sin)
     if wide is not x:
         x.copy_(wide)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Projections, rotation and attention of one layer."""
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, **factory: Any) -> None:
@@ -123,7 +124,7 @@ class Attention(nn.Module):
         return self.o_proj(attended.reshape(hidden.shape[0], -1))
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(Module):
     """The weight [head_dim] by which each head is normalised before its rotation."""
 
     def __init__(self, head_dim: int, **factory: Any) -> None:

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pageserve.layers.module import Module
 
-class Embedding(nn.Module):
+
+class Embedding(Module):
     """A table of one vector per token id; ``weight`` is [vocab_size, hidden_size]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, **factory: Any) -> None:

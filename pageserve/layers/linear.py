@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from pageserve.layers.module import Module
 
-class Linear(nn.Module):
+
+class Linear(Module):
     """``x @ weight.T + bias`` with ``weight`` [out_features, in_features]."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, **factory: Any) -> None:
@@ -18,10 +19,13 @@ class Linear(nn.Module):
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, **factory), requires_grad=False)
+        self.weight_t = self.weight.t()  # a view; F.linear would make it anew in every call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, in_features] to [num_tokens, out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight_t)
+        return torch.addmm(self.bias, x, self.weight_t)
 
 
 class MergedLinear(Linear):

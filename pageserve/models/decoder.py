@@ -14,12 +14,13 @@ from pageserve.layers.activation import silu_mul
 from pageserve.layers.attention import Attention, AttentionStep
 from pageserve.layers.embedding import Embedding, LMHead
 from pageserve.layers.linear import Linear, MergedLinear
+from pageserve.layers.module import Module
 from pageserve.layers.norm import RMSNorm
 from pageserve.layers.rotary import compute_cos_sin
 from pageserve.model_config import ModelConfig
 
 
-class MLP(nn.Module):
+class MLP(Module):
     """The gated feed-forward block."""
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
@@ -34,7 +35,7 @@ class MLP(nn.Module):
         return self.down_proj(silu_mul(self.gate_up_proj(hidden)))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     """Attention and MLP, each after a norm that also adds the other's output to the residual."""
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, **factory: Any) -> None:
@@ -58,7 +59,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Module):
     """A decoder with its head. Weights are uninitialised until a loader fills every one.
 
     Parameter names are those of Hugging Face checkpoints less the leading ``model.``, with q, k

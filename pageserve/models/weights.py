@@ -51,7 +51,7 @@ def load_weights(model: DecoderForCausalLM, tensors: Iterable[NamedTensor]) -> N
         _keep_differing_head(model, spare_head)
 
 
-def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+def weight_targets(model: DecoderForCausalLM) -> dict[str, torch.Tensor]:
     """Return where each checkpoint tensor goes: its name less ``model.`` → a view to fill."""
     targets: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
