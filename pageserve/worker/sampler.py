@@ -35,7 +35,8 @@ __all__ = ["RowSampling", "Sampler", "SamplerOutput", "SamplingMetadata", "build
 NOISE_MIN = -math.log(-math.log(2.0**-25))  # -2.852…
 NOISE_MAX = -math.log(-math.log1p(-(2.0**-25)))  # 17.328…
 GROUP_SIZE = 64  # tokens whose maximum stands for them
-NOISE_CHUNK = 65536  # draws at a time, to stay in cache
+DENSE_SHARE = 8  # look at all tokens if more than one group in so many is wanted
+NOISE_CHUNK = 32768  # draws at a time, to stay in cache
 NO_TOKEN = -1
 
 
@@ -54,12 +55,13 @@ class Sampler:
     """Stateless; an object so that a runner can be given another one."""
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Choose a token for every row of ``logits`` [n, vocab] float32, which stay as they are."""
+        """Choose a token for every row of ``logits`` [n, vocab] float32, which may be changed."""
         home = logits.device
         logits = logits[:, : metadata.vocab_limit].to(metadata.device)
         changed = logits
         if metadata.changes is not None:
-            changed = apply_changes(logits.clone(), metadata.changes)
+            raw_needed = metadata.max_logprobs >= 0
+            changed = apply_changes(logits.clone() if raw_needed else logits, metadata.changes)
         token_ids = (_choose_on_gpu if logits.is_cuda else _choose)(changed, metadata.draws)
         output = [token_ids.to(home)]
         if metadata.max_logprobs >= 0:
@@ -95,10 +97,14 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 def _top_ids_on_gpu(logits: torch.Tensor, k: int) -> torch.Tensor:
     """One int64 key per token, value first and lower ids before higher: no ties, no waiting."""
-    bits = (logits + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)
-    return ((ordered.long() << 32) - ids).topk(k).indices
+    return ((_ordered_bits(logits) << 32) - ids).topk(k).indices
+
+
+def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
+    """Map float32 to int64 of 32 significant bits and the same order."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 # --- changes --------------------------------------------------------------------------
@@ -122,24 +128,25 @@ def apply_changes(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
 
 
 def _apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
-    x = logits[penalties.rows]
-    vocab = x.shape[1]
-    position = torch.arange(penalties.token_ids.shape[1], device=x.device)
+    """Change the logits of the tokens that occur, and touch no others."""
+    vocab = logits.shape[1]
     ids = penalties.token_ids
-    # Places that do not count go to a column of their own, which is cut off.
-    known = (position < penalties.num_tokens[:, None]) & (ids >= 0) & (ids < vocab)
-    output = known & (position >= penalties.num_prompt_tokens[:, None])
-
-    def count(places: torch.Tensor) -> torch.Tensor:
-        columns = torch.where(places, ids, vocab)
-        counts = torch.zeros(len(x), vocab + 1, device=x.device)
-        return counts.scatter_add_(1, columns, torch.ones_like(columns, dtype=counts.dtype))[:, :-1]
-
+    position = torch.arange(ids.shape[1], device=ids.device)
+    known = (position < penalties.num_tokens[:, None]) & (ids < vocab)
+    # Places without a token repeat the first one: a token is written as often as it occurs,
+    # always the same value.
+    tokens = torch.where(known, ids, ids[:, :1]).clamp_max(vocab - 1)
+    rows = penalties.rows[:, None]
+    x = logits[rows, tokens]
     repetition = penalties.repetition[:, None]
-    x = torch.where(count(known) > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-    counts = count(output)
-    x -= penalties.frequency[:, None] * counts + penalties.presence[:, None] * (counts > 0)
-    logits[penalties.rows] = x
+    x = torch.where(x > 0, x / repetition, x * repetition)
+    if penalties.counts_outputs:
+        output = known & (position >= penalties.num_prompt_tokens[:, None])
+        counts = torch.zeros(len(ids), vocab, device=ids.device)
+        counts.scatter_add_(1, tokens, output.float())
+        count = counts.gather(1, tokens)
+        x -= penalties.frequency[:, None] * count + penalties.presence[:, None] * (count > 0)
+    logits[rows, tokens] = x
 
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -256,13 +263,18 @@ class Scores:
         # Division may round a little lower logit to the same score.
         logit_cutoff = cutoff * self.temperature
         logit_cutoff -= logit_cutoff.abs() * 1e-6 + 1e-30
-        rows, groups = (self.maxima >= logit_cutoff[:, None]).nonzero(as_tuple=True)
-        vocab = self.logits.shape[1]
-        rows = rows[:, None]
-        token_ids = groups[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE)
-        values = self.logits[rows, token_ids.clamp_max(vocab - 1)] / self.temperature[rows]
-        hits = (values >= cutoff[rows]) & (token_ids < vocab)
-        return Candidates(rows.expand_as(hits)[hits], token_ids[hits], values[hits])
+        groups = self.maxima >= logit_cutoff[:, None]
+        if int(groups.sum()) * DENSE_SHARE > groups.numel():
+            rows, token_ids = (self.logits >= logit_cutoff[:, None]).nonzero(as_tuple=True)
+        else:
+            group_rows, group_ids = groups.nonzero(as_tuple=True)
+            rows = group_rows.repeat_interleave(GROUP_SIZE)
+            token_ids = (group_ids[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE)).flatten()
+            token_ids.clamp_max_(self.logits.shape[1] - 1)  # the last group may be short …
+        values = self.logits[rows, token_ids] / self.temperature[rows]
+        hits = values >= cutoff[rows]
+        hits[1:] &= (token_ids[1:] != token_ids[:-1]) | (rows[1:] != rows[:-1])  # … and repeat
+        return Candidates(rows[hits], token_ids[hits], values[hits])
 
 
 def _group_maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -278,8 +290,7 @@ def _rank(candidates: Candidates, num_rows: int) -> tuple[Candidates, torch.Tens
     """Order the candidates of each row, best first, ties by id. Also return every candidate's
     place, 0, 1, … within its row, and where each row begins, [num_rows]."""
     rows, token_ids, values = candidates
-    order = values.argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]
+    order = ((rows << 32) - _ordered_bits(values)).argsort(stable=True)
     counts = rows.bincount(minlength=num_rows)
     starts = counts.cumsum(0) - counts
     rows = rows[order]
@@ -386,6 +397,8 @@ def gumbel_noise(
 
 
 _MASK = 0xFFFFFFFF
+_FACTORS = torch.tensor([[0xD2511F53], [0xCD9E8D57]])
+_STEPS = torch.tensor([[0x9E3779B9], [0xBB67AE85]])
 
 
 def philox4x32(
@@ -393,20 +406,22 @@ def philox4x32(
     key: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Return the first output word of Philox4x32-10; all words are int64 tensors below 2**32."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key[0].clone(), key[1].clone()
-    c0, c1, c2, c3 = c0.clone(), c1.clone(), c2.clone(), c3.clone()
-    low0, low1 = torch.empty_like(c0), torch.empty_like(c0)
-    for _ in range(10):
-        # 64-bit products wrap to signed, which leaves their bits right. Only the factors c0 and
-        # c2 need clean upper halves; the low halves pass on as they are and are masked later.
-        torch.mul(c0, 0xD2511F53, out=low0)
-        torch.mul(c2, 0xCD9E8D57, out=low1)
-        torch.bitwise_right_shift(low1, 32, out=c0)
-        torch.bitwise_right_shift(low0, 32, out=c2)
-        c0.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        c2.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
-        c1, c3, low0, low1 = low1, low0, c3, c1
-        k0.add_(0x9E3779B9)
-        k1.add_(0xBB67AE85)
-    return c0
+    # The two halves of a round are two rows: one operation serves both. They change places every
+    # round, so the constants and keys exist in both orders.
+    keys = torch.stack(key)
+    in_order = ((_FACTORS, keys + _STEPS), (_FACTORS.flip(0), keys.flip(0)))
+    even = torch.stack((counter[0], counter[2]))
+    odd = torch.stack((counter[1], counter[3]))
+    product = torch.empty_like(even)
+    for i in range(10):
+        # 64-bit products wrap to signed, which leaves their bits right. Only the factors need
+        # clean upper halves; the low halves pass on as they are and are masked later.
+        torch.mul(even, in_order[i % 2][0], out=product)
+        torch.bitwise_right_shift(product, 32, out=even)
+        even[0].bitwise_xor_(odd[1])
+        even[1].bitwise_xor_(odd[0])
+        round_keys = in_order[1 - i % 2][1]
+        even.bitwise_xor_(round_keys).bitwise_and_(_MASK)
+        round_keys += 2 * (_STEPS if i % 2 else _STEPS.flip(0))
+        odd, product = product, odd
+    return even[0]

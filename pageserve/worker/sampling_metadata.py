@@ -69,6 +69,7 @@ class Penalties:
     repetition: torch.Tensor  # [m] float32
     frequency: torch.Tensor  # [m] float32
     presence: torch.Tensor  # [m] float32
+    counts_outputs: bool  # whether a row has one of the last two
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,14 @@ class _Builder:
         length = max(r.num_tokens for r in rows)
         token_ids = self.token_table[:, :length].index_select(0, slots)
         return Penalties(
-            columns[0], token_ids.to(self.device, torch.int64), columns[1], columns[2], *strengths
+            columns[0],
+            token_ids.to(self.device, torch.int64),
+            columns[1],
+            columns[2],
+            *strengths,
+            counts_outputs=any(
+                r.params.frequency_penalty or r.params.presence_penalty for r in rows
+            ),
         )
 
     def _rows(self, rows: set[int]) -> torch.Tensor | None:
