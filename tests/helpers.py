@@ -241,6 +241,7 @@ class DenseReferenceBackend:
     """Attention as in the textbook: gather a row's KV, mask, softmax. Slow and obviously right."""
 
     supports_cuda_graph = False
+    fuses_rope = False
 
     def build_metadata(self, *args: Any) -> AttentionMetadata:
         return AttentionMetadata(*args)

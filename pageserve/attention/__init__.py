@@ -29,9 +29,11 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Three methods and a fact; ``torch_blockwise`` is the executable specification."""
+    """``torch_blockwise`` is the executable specification. A backend whose kernels rotate and
+    store keys themselves says so by ``fuses_rope`` and is called by ``rope_and_forward``."""
 
     supports_cuda_graph: bool
+    fuses_rope: bool
 
     def build_metadata(
         self,
@@ -54,4 +56,19 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Causal attention of every row over its blocks; this step's KV is already in the pool.
         Query head h reads KV head ``h // (num_heads // num_kv_heads)``."""
+        ...
+
+    def rope_and_forward(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions: torch.Tensor,  # [num_tokens]
+        cos_sin: torch.Tensor,  # [max_model_len, head_dim] float32, cosines then sines
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        q_norm_weight: torch.Tensor | None,  # [head_dim], with k_norm_weight
+        k_norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Normalise and rotate heads, write keys and values to the pool, attend."""
         ...

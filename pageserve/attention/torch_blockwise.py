@@ -61,6 +61,7 @@ class TorchBlockwiseBackend:
     """Online-softmax attention over the blocks of the pool, for float32, bfloat16 and float16."""
 
     supports_cuda_graph = False
+    fuses_rope = False
 
     def __init__(
         self,

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from pageserve.attention import AttentionMetadata
-from pageserve.kernels.paged_attention import DecodePlan, paged_decode, paged_prefill, plan_decode
+from pageserve.kernels.paged_attention import (
+    DecodePlan,
+    paged_decode,
+    paged_prefill,
+    plan_decode,
+    rope_and_paged_decode,
+)
+from pageserve.kernels.rope_cache import rope_and_cache
 
 
 @dataclass
@@ -25,6 +32,7 @@ class TritonBackend:
     """Paged attention on CUDA; on the CPU it runs under Triton's interpreter, for tests."""
 
     supports_cuda_graph = True
+    fuses_rope = True
 
     def build_metadata(
         self,
@@ -76,6 +84,47 @@ class TritonBackend:
             out=out,
         )
 
+    def rope_and_forward(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        q_norm_weight: torch.Tensor | None,
+        k_norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Rotate, store and attend; one launch for a step of decodes only."""
+        num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        norms = (q_norm_weight, k_norm_weight, eps)
+        if metadata.max_query_len == 1:
+            return rope_and_paged_decode(
+                qkv,
+                kv_cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                cos_sin,
+                scale,
+                self._decode_plan(metadata, kv_cache, num_heads, qkv.dtype, None),
+                num_heads,
+                metadata.plan.row_slots,
+                *norms,
+            )
+        query = rope_and_cache(
+            qkv,
+            positions,
+            cos_sin,
+            kv_cache,
+            metadata.slot_mapping,
+            num_heads,
+            num_kv_heads,
+            *norms,
+        )
+        return self.forward(query, kv_cache, metadata, scale)
+
     def _decode(
         self,
         query: torch.Tensor,
@@ -86,24 +135,36 @@ class TritonBackend:
         mixed: bool,
     ) -> torch.Tensor:
         query_start_loc = metadata.query_start_loc if mixed else None
-        step: StepPlan = metadata.plan
-        if step.decode is None:
-            step.decode = plan_decode(
-                metadata.seq_lens,
-                query.shape[1],
-                kv_cache.shape[2],
-                query.shape[2],
-                query.dtype,
-                query_start_loc,
-            )
+        plan = self._decode_plan(metadata, kv_cache, query.shape[1], query.dtype, query_start_loc)
         return paged_decode(
             query,
             kv_cache,
             metadata.block_table,
             metadata.seq_lens,
             scale,
-            step.decode,
-            row_slots=step.row_slots,
+            plan,
+            row_slots=metadata.plan.row_slots,
             query_start_loc=query_start_loc,
             out=out,
         )
+
+    def _decode_plan(
+        self,
+        metadata: AttentionMetadata,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        dtype: torch.dtype,
+        query_start_loc: torch.Tensor | None,
+    ) -> DecodePlan:
+        """Return the cut of the step's decode work, made by the first layer that asks."""
+        step: StepPlan = metadata.plan
+        if step.decode is None:
+            step.decode = plan_decode(
+                metadata.seq_lens,
+                num_heads,
+                kv_cache.shape[2],
+                kv_cache.shape[4],
+                dtype,
+                query_start_loc,
+            )
+        return step.decode

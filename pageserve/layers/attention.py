@@ -4,20 +4,43 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from pageserve.attention import AttentionBackend, AttentionMetadata
 from pageserve.layers.linear import Linear, MergedLinear
 from pageserve.layers.module import Module
-from pageserve.layers.norm import rms_norm
+from pageserve.layers.norm import RMSNorm
 from pageserve.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What all layers of a step share, computed once: rotation rows and KV places."""
+    """What all layers of a step share, computed once."""
 
     metadata: AttentionMetadata
+    positions: torch.Tensor  # [num_tokens]
+    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32, see compute_cos_sin
+    torch_inputs: "TorchInputs | None"  # for backends without a kernel for rotation and KV write
+
+    @classmethod
+    def build(
+        cls,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+    ) -> Self:
+        """Prepare a step for all layers."""
+        inputs = None
+        if not backend.fuses_rope:
+            inputs = TorchInputs.build(positions, cos_sin, kv_cache, metadata)
+        return cls(metadata, positions, cos_sin, inputs)
+
+
+@dataclass(frozen=True)
+class TorchInputs:
+    """Rotation rows and KV places of a step's tokens."""
+
     cos: torch.Tensor  # [num_tokens, 1, head_dim] float32
     sin: torch.Tensor  # [num_tokens, 1, head_dim] float32, first half negated
     kv_rows: torch.Tensor  # [num_written, 2 * num_kv_heads], rows of a layer's pool of vectors
@@ -26,9 +49,9 @@ class AttentionStep:
     @classmethod
     def build(
         cls,
-        positions: torch.Tensor,  # [num_tokens]
-        cos_sin: torch.Tensor,  # [max_model_len, head_dim] float32, see compute_cos_sin
-        kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> Self:
         """Look up the rotation of each position and the pool rows of each token's vectors."""
@@ -38,7 +61,6 @@ class AttentionStep:
             written = (slots >= 0).nonzero().squeeze(1)
             slots = slots[written]
         return cls(
-            metadata,
             torch.cat((cos, cos), -1),
             torch.cat((-sin, sin), -1),
             _kv_rows(slots, kv_cache),
@@ -60,12 +82,11 @@ def _kv_rows(slots: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
 def rope_and_cache(
     qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     kv_cache: torch.Tensor,  # [2, num_blocks, num_kv_heads, block_size, head_dim]
-    step: AttentionStep,
+    inputs: TorchInputs,
     num_heads: int,
     num_kv_heads: int,
-    q_norm: torch.Tensor | None = None,  # [head_dim], with k_norm: normalise heads first
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
+    q_norm: RMSNorm | None,  # over head_dim, with k_norm: normalise heads first
+    k_norm: RMSNorm | None,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
     """Turn queries and keys to their positions, write keys and values to the pool and return the
     queries, a view of ``qkv``, which is overwritten."""
@@ -73,11 +94,11 @@ def rope_and_cache(
     qkv = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     if q_norm is not None and k_norm is not None:
         query, key = qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads]
-        query.copy_(rms_norm(query, q_norm, eps))
-        key.copy_(rms_norm(key, k_norm, eps))
-    _rotate_(qkv[:, : num_heads + num_kv_heads], step.cos, step.sin)
-    kv = qkv[:, num_heads:] if step.written is None else qkv[step.written, num_heads:]
-    kv_cache.view(-1, head_dim)[step.kv_rows] = kv
+        query.copy_(q_norm(query))
+        key.copy_(k_norm(key))
+    _rotate_(qkv[:, : num_heads + num_kv_heads], inputs.cos, inputs.sin)
+    kv = qkv[:, num_heads:] if inputs.written is None else qkv[inputs.written, num_heads:]
+    kv_cache.view(-1, head_dim)[inputs.kv_rows] = kv
     return qkv[:, :num_heads]
 
 
@@ -103,30 +124,36 @@ class Attention(Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias, **factory)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias, **factory)
-        self.q_norm = HeadNorm(self.head_dim, **factory) if config.qk_norm else None
-        self.k_norm = HeadNorm(self.head_dim, **factory) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, **factory)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, **factory)
 
     def forward(
-        self, hidden: torch.Tensor, kv_cache: torch.Tensor, step: AttentionStep
+        self,
+        residual: torch.Tensor,
+        norm: RMSNorm,
+        kv_cache: torch.Tensor,  # this layer's pool
+        step: AttentionStep,
     ) -> torch.Tensor:
-        """Map [num_tokens, hidden_size] to the same shape; ``kv_cache`` is this layer's pool."""
-        query = rope_and_cache(
-            self.qkv_proj(hidden),
-            kv_cache,
-            step,
-            self.num_heads,
-            self.num_kv_heads,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-        )
-        attended = self.backend.forward(query, kv_cache, step.metadata, self.scale)
-        return self.o_proj(attended.reshape(hidden.shape[0], -1))
-
-
-class HeadNorm(Module):
-    """The weight [head_dim] by which each head is normalised before its rotation."""
-
-    def __init__(self, head_dim: int, **factory: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(head_dim, **factory), requires_grad=False)
+        """Return ``residual`` [num_tokens, hidden_size] plus the attention of its norm."""
+        qkv = self.qkv_proj(residual, norm=norm)
+        if step.torch_inputs is None:
+            attended = self.backend.rope_and_forward(
+                qkv,
+                step.positions,
+                step.cos_sin,
+                kv_cache,
+                step.metadata,
+                self.scale,
+                None if self.q_norm is None else self.q_norm.weight,
+                None if self.k_norm is None else self.k_norm.weight,
+                self.eps,
+            )
+        else:
+            heads = (self.num_heads, self.num_kv_heads)
+            query = rope_and_cache(
+                qkv, kv_cache, step.torch_inputs, *heads, self.q_norm, self.k_norm
+            )
+            attended = self.backend.forward(query, kv_cache, step.metadata, self.scale)
+        return self.o_proj(attended.reshape(residual.shape[0], -1), residual=residual)

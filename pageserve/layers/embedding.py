@@ -1,4 +1,4 @@
-"""Token ids to vectors, and vectors to logits."""
+"""Token ids to vectors."""
 
 from typing import Any
 
@@ -21,11 +21,3 @@ class Embedding(Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens] ids to [num_tokens, hidden_size]."""
         return F.embedding(input_ids, self.weight)
-
-
-class LMHead(Embedding):
-    """The output projection; a tied one holds the very parameter of the input embedding."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [n, hidden_size] to float32 logits [n, vocab_size]."""
-        return F.linear(hidden, self.weight).float()

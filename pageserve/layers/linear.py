@@ -1,17 +1,33 @@
-"""Matrix products with the weights of a checkpoint."""
+"""Matrix products with the weights of a checkpoint, and what surrounds them.
 
-from typing import Any
+A layer is four products; everything else between them (norm, bias, activation, residual sum) is an
+argument of the product beside it, because a GPU folds it into one launch and a CPU saves an
+operation. On CUDA the way to compute a shape is chosen by timing, see ``kernels/linear.py``.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from pageserve.layers.activation import silu_mul
 from pageserve.layers.module import Module
+from pageserve.layers.norm import RMSNorm
+from pageserve.utils import next_power_of_2
+
+if TYPE_CHECKING:  # imports Triton, which only CUDA machines need to have
+    from pageserve.kernels.linear import LinearChooser
+
+PACK_HINT = 16  # rows a packed weight is laid out for
 
 
 class Linear(Module):
-    """``x @ weight.T + bias`` with ``weight`` [out_features, in_features]."""
+    """``norm(x) @ weight.T + bias`` with ``weight`` [out_features, in_features]."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, **factory: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, **factory: Any
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, **factory), requires_grad=False
@@ -19,13 +35,53 @@ class Linear(Module):
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, **factory), requires_grad=False)
-        self.weight_t = self.weight.t()  # a view; F.linear would make it anew in every call
+        self.weight_t: torch.Tensor
+        self.packed: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [num_tokens, in_features] to [num_tokens, out_features]."""
-        if self.bias is None:
-            return torch.mm(x, self.weight_t)
-        return torch.addmm(self.bias, x, self.weight_t)
+    def prepare(self) -> None:
+        """Lay the loaded weight out for its device; call it once, before the first product."""
+        self.weight_t = self.weight.t()  # a view; F.linear would make it anew in every call
+        if self._packs():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_HINT)
+
+    def _packs(self) -> bool:
+        """Whether oneDNN's own layout pays: up to 2x for 2-32 rows where the output is wide,
+        nothing where it is narrow. It costs a second copy of the weight."""
+        out_features, in_features = self.weight.shape
+        return (
+            self.weight.device.type == "cpu"
+            and self.weight.dtype is torch.float32
+            and torch.backends.mkldnn.is_available()
+            and out_features >= 2 * in_features
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        """Map ``x`` [num_tokens, in_features] to [num_tokens, out_features], half of it with
+        ``silu``: the product of a fused gate and up projection becomes ``silu(gate) * up``.
+
+        ``norm`` is applied to ``x`` first; ``residual`` is added last and may be overwritten.
+        """
+        if x.is_cuda:
+            return _on_cuda(self, x, norm, residual, silu)
+        if norm is not None:
+            x = norm(x)
+        if self.packed is not None and x.shape[0] > 1:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        elif self.bias is not None:
+            out = torch.addmm(self.bias, x, self.weight_t)
+        elif residual is not None and not silu:
+            return residual.addmm_(x, self.weight_t)
+        else:
+            out = torch.mm(x, self.weight_t)
+        if silu:
+            out = silu_mul(out)
+        return out if residual is None else residual.add_(out)
 
 
 class MergedLinear(Linear):
@@ -42,3 +98,37 @@ class MergedLinear(Linear):
         for name, size in parts.items():
             self.rows[name] = slice(start, start + size)
             start += size
+
+
+@functools.cache
+def _chooser(device: torch.device) -> "LinearChooser":
+    from pageserve.kernels.linear import LinearChooser
+
+    return LinearChooser(device)
+
+
+def _on_cuda(
+    layer: Linear,
+    x: torch.Tensor,
+    norm: RMSNorm | None,
+    residual: torch.Tensor | None,
+    silu: bool,
+) -> torch.Tensor:
+    from pageserve.kernels.linear import MAX_SKINNY_ROWS, library_linear
+
+    bias = layer.bias
+    if silu and bias is not None:  # no model that people serve has this; keep it right, not fast
+        out = silu_mul(torch.addmm(bias, x if norm is None else norm(x), layer.weight_t))
+        return out if residual is None else residual.add_(out)
+    linear = library_linear
+    if x.shape[0] <= MAX_SKINNY_ROWS:
+        linear = _chooser(x.device).choose(
+            next_power_of_2(x.shape[0]),  # timed for a few row counts, not for each
+            layer.weight,
+            bias=bias is not None,
+            residual=residual is not None,
+            norm=norm is not None,
+            silu=silu,
+        )
+    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return linear(x, layer.weight, bias, residual, norm_weight, eps, silu)

@@ -33,4 +33,5 @@ def load_model(
         load_weights(model, iterate_gguf(path, config, progress))
     else:
         load_weights(model, iterate_safetensors(path, progress))
+    model.prepare()
     return model.eval()

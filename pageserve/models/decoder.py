@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from pageserve.attention import AttentionBackend, AttentionMetadata
-from pageserve.layers.activation import silu_mul
 from pageserve.layers.attention import Attention, AttentionStep
-from pageserve.layers.embedding import Embedding, LMHead
+from pageserve.layers.embedding import Embedding
 from pageserve.layers.linear import Linear, MergedLinear
 from pageserve.layers.module import Module
 from pageserve.layers.norm import RMSNorm
@@ -30,13 +29,14 @@ class MLP(Module):
         self.gate_up_proj = MergedLinear(hidden, parts, config.mlp_bias, **factory)
         self.down_proj = Linear(inner, hidden, config.mlp_bias, **factory)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [num_tokens, hidden_size] to the same shape."""
-        return self.down_proj(silu_mul(self.gate_up_proj(hidden)))
+    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Return ``residual`` [num_tokens, hidden_size] plus the block's output."""
+        gated = self.gate_up_proj(residual, norm=norm, silu=True)
+        return self.down_proj(gated, residual=residual)
 
 
 class DecoderLayer(Module):
-    """Attention and MLP, each after a norm that also adds the other's output to the residual."""
+    """Attention and MLP; each reads the normed residual stream and adds to it."""
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, **factory: Any) -> None:
         super().__init__()
@@ -46,17 +46,11 @@ class DecoderLayer(Module):
         self.mlp = MLP(config, **factory)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        step: AttentionStep,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output and the residual it is still to be added to."""
-        hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, kv_cache, step)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        self, residual: torch.Tensor, kv_cache: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Map the residual stream [num_tokens, hidden_size] to that of the next layer."""
+        residual = self.self_attn(residual, self.input_layernorm, kv_cache, step)
+        return self.mlp(residual, self.post_attention_layernorm)
 
 
 class DecoderForCausalLM(Module):
@@ -78,19 +72,26 @@ class DecoderForCausalLM(Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.backend = backend
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList(
             DecoderLayer(config, backend, **factory) for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, dtype=dtype, device="meta")
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device="meta")
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         else:
             self.lm_head = self.lm_head.to_empty(device=device)
         cos_sin = compute_cos_sin(config.rope, config.head_dim, max_model_len)
         self.register_buffer("cos_sin", cos_sin.to(device), persistent=False)
+
+    def prepare(self) -> None:
+        """Lay all loaded weights out for the device; call it once, before the first step."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare()
 
     def forward(
         self,
@@ -100,13 +101,12 @@ class DecoderForCausalLM(Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool."""
-        step = AttentionStep.build(positions, self.cos_sin, kv_cache, metadata)
-        hidden, residual = self.embed_tokens(input_ids), None
+        step = AttentionStep.build(positions, self.cos_sin, kv_cache, metadata, self.backend)
+        hidden = self.embed_tokens(input_ids)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
-            hidden, residual = layer(hidden, residual, layer_cache, step)
-        hidden, _ = self.norm(hidden, residual)
+            hidden = layer(hidden, layer_cache, step)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [n, hidden_size] to float32 logits [n, vocab_size]."""
-        return self.lm_head(hidden)
+        """Map hidden states [n, hidden_size] to logits [n, vocab_size] in the working dtype."""
+        return self.lm_head(hidden, norm=self.norm)

@@ -112,7 +112,7 @@ class ModelRunner:
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
         sampled, wants = None, []
         if len(batch.logits_indices):
-            logits = self.model.compute_logits(hidden[batch.logits_indices])
+            logits = self.model.compute_logits(hidden[batch.logits_indices]).float()
             sampled, wants = self._sample(step, batch, logits)
         return self._handle(step.step_id, sampled, wants)
 
