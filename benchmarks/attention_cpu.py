@@ -3,7 +3,7 @@
     python benchmarks/attention_cpu.py [--dtype bfloat16] [--tile-tokens N] [--quick]
 
 Every case runs over several layers' pools in turn, so that KV comes from memory as it does in a
-model. The last line is JSON.
+model; times are of one layer. The last line is JSON.
 """
 
 import argparse
@@ -22,22 +22,31 @@ BLOCK_SIZE = 16
 MAX_POOL_BYTES = 768 << 20
 
 
-def measure(step: Callable[[], None], seconds: float) -> float:
-    """Return the least wall-clock seconds of ``step`` over about ``seconds``."""
-    step()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def measure(*steps: Callable[[int], object], repeats: int, seconds: float) -> list[float]:
+    """Return the seconds that a call of each step takes when little else runs.
+
+    The steps take turns, each with 0 … ``repeats`` - 1; the lower quartile over all calls keeps
+    what other processes do out of the result.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    deadline = time.perf_counter() + seconds * len(steps)
+    rounds = 0
+    while rounds < 3 or time.perf_counter() < deadline:
+        rounds += 1
+        for step, record in zip(steps, times, strict=True):
+            for i in range(repeats):
+                start = time.perf_counter()
+                step(i)
+                record.append(time.perf_counter() - start)
+    return [sorted(record)[len(record) // 4] for record in times]
 
 
 def copy_bandwidth(seconds: float) -> float:
     """Return GB/s (read + written) of copying 256 MiB."""
     source = torch.ones(64 << 20)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / measure(lambda: target.copy_(source), seconds) / 1e9
+    (copy,) = measure(lambda _: target.copy_(source), repeats=1, seconds=seconds)
+    return 2 * source.nbytes / copy / 1e9
 
 
 def naive_attention(
@@ -82,22 +91,20 @@ def run_case(
     metadata = backend.build_metadata(*inputs)
     scale = args.head_dim**-0.5
 
-    def paged() -> None:
-        for layer in pool:
-            backend.forward(query, layer, metadata, scale)
+    def paged(layer: int) -> torch.Tensor:
+        return backend.forward(query, pool[layer], metadata, scale)
 
-    def naive() -> None:
-        for layer in pool:
-            naive_attention(query, layer, metadata, scale)
+    def naive(layer: int) -> torch.Tensor:
+        return naive_attention(query, pool[layer], metadata, scale)
 
     torch.testing.assert_close(
-        backend.forward(query, pool[0], metadata, scale),
-        naive_attention(query, pool[0], metadata, scale),
+        paged(0),
+        naive(0),
         atol=1e-5 if dtype is torch.float32 else 2e-2,
         rtol=1e-5 if dtype is torch.float32 else 2e-2,
     )
-    paged_s = measure(paged, args.seconds) / num_layers
-    naive_s = measure(naive, args.seconds) / num_layers
+    paged_s, naive_s = measure(paged, naive, repeats=num_layers, seconds=args.seconds)
+    (plan_s,) = measure(lambda _: backend.build_metadata(*inputs), repeats=20, seconds=0)
     return {
         "case": "decode" if query_len == 1 else "prompt",
         "batch": batch,
@@ -106,7 +113,7 @@ def run_case(
         "gb_per_s": round(layer_bytes / paged_s / 1e9, 2),
         "naive_us_per_layer": round(naive_s * 1e6, 1),
         "speedup": round(naive_s / paged_s, 2),
-        "plan_us": round(measure(lambda: backend.build_metadata(*inputs), 0.05) * 1e6, 1),
+        "plan_us": round(plan_s * 1e6, 1),
     }
 
 

@@ -275,7 +275,7 @@ class _Builder:
             [penalised, [r.num_prompt_tokens for r in rows], [r.num_tokens for r in rows]],
             np.int64,
         )
-        strengths = self._send(
+        repetition, frequency, presence = self._send(
             [
                 [r.params.repetition_penalty for r in rows],
                 [r.params.frequency_penalty for r in rows],
@@ -291,7 +291,9 @@ class _Builder:
             token_ids.to(self.device, torch.int64),
             columns[1],
             columns[2],
-            *strengths,
+            repetition,
+            frequency,
+            presence,
             counts_outputs=any(
                 r.params.frequency_penalty or r.params.presence_penalty for r in rows
             ),
