@@ -120,17 +120,19 @@ def _prepare_inputs_kernel(
     seq_lens_ptr,  # [R] int32
     token_stride,
     table_stride,
+    R,
+    T,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0)  # R: the tokens past the last row's, which are padding
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(PDL)
-    slot = tl.load(rows_ptr + row * 2).to(tl.int64)
-    first = tl.load(rows_ptr + row * 2 + 1)
+    slot = tl.load(rows_ptr + row * 2, mask=row < R, other=-1).to(tl.int64)
+    first = tl.load(rows_ptr + row * 2 + 1, mask=row < R, other=0)
     start = tl.load(query_start_loc_ptr + row)
-    length = tl.load(query_start_loc_ptr + row + 1) - start
+    length = tl.load(query_start_loc_ptr + row + 1, mask=row < R, other=T) - start
     live = slot >= 0
     slot = tl.maximum(slot, 0)
     mask = offset < length
@@ -143,7 +145,7 @@ def _prepare_inputs_kernel(
     tl.store(input_ids_ptr + start + offset, token.to(tl.int64), mask=mask)
     tl.store(positions_ptr + start + offset, position, mask=mask)
     tl.store(slot_mapping_ptr + start + offset, kv_slot, mask=mask)
-    if tl.program_id(1) == 0:
+    if (tl.program_id(1) == 0) & (row < R):
         tl.store(seq_lens_ptr + row, tl.where(live, first + length, 0).to(tl.int32))
 
 
@@ -159,15 +161,16 @@ def prepare_inputs(
     """Return (input_ids [T], positions [T], slot_mapping [T] int64, seq_lens [R] int32).
 
     ``rows`` [R, 2] int32 = (slot, first position) and ``query_start_loc`` [R + 1] int32 describe
-    any mix of prompt chunks and decodes.
+    any mix of prompt chunks and decodes. Tokens past the last row's are padding: id 0 at position
+    0, not written to the pool.
     """
     device = rows.device
     input_ids, positions, slot_mapping = (
         torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3)
     )
     seq_lens = torch.empty(rows.shape[0], dtype=torch.int32, device=device)
-    block = min(256, triton.next_power_of_2(max_query_len))
-    _prepare_inputs_kernel[(rows.shape[0], triton.cdiv(max_query_len, block))](
+    block = min(256, triton.next_power_of_2(num_tokens))
+    _prepare_inputs_kernel[(rows.shape[0] + 1, triton.cdiv(num_tokens, block))](
         rows,
         query_start_loc,
         token_ids,
@@ -178,6 +181,8 @@ def prepare_inputs(
         seq_lens,
         token_ids.stride(0),
         block_tables.stride(0),
+        rows.shape[0],
+        num_tokens,
         BLOCK_SIZE=block_size,
         BLOCK=block,
         num_warps=max(1, min(4, block // 64)),

@@ -37,8 +37,9 @@ def _tile_shape(head_dim: int, dtype: torch.dtype, rows: int) -> tuple[int, int,
     """Return (tokens per tile, warps, stages, programs per multiprocessor) of a decode."""
     if dtype == torch.float32:
         return 32, 4, 2, 2
-    # Small tiles spread a short sequence further, large ones stream better.
-    return (128 if head_dim <= 64 and rows > 8 else 64), 4, 5, 2
+    if rows <= 8:
+        return 128, 4, 4, 2
+    return (128 if head_dim <= 64 else 64), 4, 5, 2
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:
@@ -156,30 +157,18 @@ def _merge_parts(
 
     Other programs wrote them, so they are read where they are coherent.
     """
-    STATS_PAD: tl.constexpr = 64
     PARTS_PAD: tl.constexpr = 8192 // (GROUP_PAD * D_PAD) if GROUP_PAD * D_PAD < 8192 else 1
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
-    s = tl.arange(0, STATS_PAD)
     part = tl.arange(0, PARTS_PAD)
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    running_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    for begin in range(0, parts, STATS_PAD):
-        mask = ((begin + s) < parts)[:, None] & (g < GROUP)[None, :]
-        stats = stats_ptr + (begin + s)[:, None] * (2 * GROUP) + g[None, :]
-        maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(maxima, 0))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(maxima - safe_top[None, :])
-        total = total * tl.exp2(top - safe_top) + tl.sum(weights * sums, 0)
-        top = new_top
-    top = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     for begin in range(0, parts, PARTS_PAD):
         mask = ((begin + part) < parts)[:, None] & (g < GROUP)[None, :]
         stats = stats_ptr + (begin + part)[:, None] * (2 * GROUP) + g[None, :]
         maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
         rows = ((begin + part)[:, None] * GROUP + g[None, :]) * HEAD_DIM
         values = tl.load(
             partial_ptr + rows[:, :, None] + d[None, None, :],
@@ -187,7 +176,13 @@ def _merge_parts(
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(values * tl.exp2(maxima - top[None, :])[:, :, None], 0)
+        new_max = tl.maximum(running_max, tl.max(maxima, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(running_max - safe_max)
+        weights = tl.exp2(maxima - safe_max[None, :])
+        total = total * rescale + tl.sum(weights * sums, 0)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
+        running_max = new_max
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 

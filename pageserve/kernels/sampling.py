@@ -1,19 +1,23 @@
 """Choosing tokens on the device: no sort, no host synchronisation, one draw per seed and position.
 
-Four launches, each over all rows; a row leaves a stage at once if it has no use for it.
+Six launches, each over all rows; a row leaves a stage at once if it has no use for it.
 
 1. statistics   maximum, its lowest id and the sum of exponentials of every chunk of a row
-2. bounds       a row's totals; greedy rows are done. Where top-k, top-p or min-p apply, a cutoff
-                above which the survivors must lie, from the maxima of groups of 64 tokens
-3. draw         unfiltered rows: the best perturbed logit of every chunk; filtered rows: tokens
-                above the cutoff are gathered, a few dozen as a rule
-4. pick         filtered rows: the survivors among the gathered tokens, by comparing all pairs
-                if there are few and by bisection for the threshold if not; the best perturbed one
+2. bounds       a row's totals; greedy rows are done. Filtered rows get a bracket: tokens above it
+                survive, tokens below do not, tokens in it are undecided. It comes from the maxima
+                of groups of 64 tokens, and from min-p
+3. narrow       twice: where top-p stands alone and many tokens are left, the mass above eight
+                marks within the bracket makes it nine times as narrow
+4. draw         the best perturbed token above the bracket; those in it are gathered, a few dozen
+                as a rule
+5. pick         the survivors among the gathered tokens, by comparing all pairs if there are few
+                and by bisection for the threshold if not; the best perturbed token of all
 
 The draw is Gumbel-max: argmax of logit / temperature - log(-log(u)), u = ((w >> 8) + 0.5) / 2**24,
 w the first word of Philox4x32-10 with the row's seed as key and (token id, position, 0, 0) as
 counter. Ties go to the lowest id everywhere. Probability mass is summed in fixed point, so no order
-of summation can change a result.
+of summation can change a result. A bracket is a range of depths: steps of 2**-16 below the row's
+maximum, whole numbers, so that every stage places a token alike.
 """
 
 import torch
@@ -28,6 +32,9 @@ GREEDY_EPS = tl.constexpr(1e-5)
 NOISE_SPAN = tl.constexpr(20.25)
 FIXED_POINT = tl.constexpr(float(2**40))
 PAIRWISE = tl.constexpr(512)  # gathered tokens that are ranked by comparing all pairs
+MARKS = tl.constexpr(8)  # within a bracket, where mass is measured
+DEPTHS = tl.constexpr(65536.0)  # depths per unit of scaled logit
+DEEPEST = tl.constexpr(2**31 - 1)  # deeper than any token
 
 
 @triton.jit
@@ -59,6 +66,28 @@ def _best(values, ids, V):
 
 
 @triton.jit
+def _depth(x, row_max):
+    """Return how far scaled logits lie below the row's maximum, in whole steps."""
+    return tl.minimum((row_max - x) * DEPTHS, 2147483520.0).to(tl.int32)
+
+
+@triton.jit
+def _load_logits(logits_ptr, ids, end, V):
+    """Return float32 logits at ``ids``, all below ``end``; -inf past the vocabulary."""
+    if end <= V:  # without a mask the loads are wide whatever V divides by
+        x = tl.load(logits_ptr + ids)
+    else:
+        x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _mass(x, row_max):
+    """Return the probability mass of scaled logits relative to the row's best, in fixed point."""
+    return (tl.exp(x - row_max) * FIXED_POINT).to(tl.int64)
+
+
+@triton.jit
 def _statistics_kernel(
     logits_ptr,  # [B, V]
     temperature_ptr,  # [B], read if SCALED
@@ -79,8 +108,7 @@ def _statistics_kernel(
     groups = tl.arange(0, GROUPS)
     ids = chunk * CHUNK + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     pdl_wait(PDL)
-    x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = _load_logits(logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V)
     if SCALED:
         temperature = tl.load(temperature_ptr + row)
         temperature = tl.where(temperature < GREEDY_EPS, 1.0, temperature)
@@ -101,7 +129,8 @@ def _statistics_kernel(
 
 @triton.jit
 def _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD: tl.constexpr):
-    """Return a row's maximum (NaN: unusable, as are logits that are all -inf), its id, its sum."""
+    """Return a row's maximum, its id and its sum; (NaN, -1, _) where it holds NaN or no finite
+    maximum."""
     s = tl.arange(0, S_PAD)
     mask = s < S
     maxima = tl.load(maxima_ptr + row * S + s, mask=mask, other=float("-inf"))
@@ -111,7 +140,7 @@ def _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD: tl.constexpr):
     best, best_id = _best(maxima, ids, V)
     safe_best = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(sums * tl.exp(maxima - safe_best), 0)
-    unusable = has_nan | (best == float("-inf"))
+    unusable = has_nan | (tl.abs(best) == float("inf"))
     return tl.where(unusable, float("nan"), best), tl.where(unusable, -1, best_id), total
 
 
@@ -136,8 +165,10 @@ def _bounds_kernel(
     top_p_ptr,
     min_p_ptr,
     row_max_ptr,  # [B]: NaN if there is nothing left to do
-    row_sum_ptr,  # [B]
-    cutoff_ptr,  # [B]: NaN for unfiltered rows
+    totals_ptr,  # [B] int64, the mass of the row
+    brackets_ptr,  # [3, B, 2] int32: depths [first, end) that are undecided, now and narrowed
+    above_ptr,  # [3, B] int64, the mass above the bracket
+    targets_ptr,  # [B] int64: the mass top-p keeps, 0 if the bracket is not to be narrowed
     counts_ptr,  # [B] int32, zeroed
     sampled_ptr,  # [B] int64: greedy rows and -1 for unusable ones
     S,
@@ -154,17 +185,19 @@ def _bounds_kernel(
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     best, best_id, total = _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD)
+    mass = (total.to(tl.float64) * FIXED_POINT).to(tl.int64)
+    greedy = temperature < GREEDY_EPS
     tl.store(sampled_ptr + row, best_id.to(tl.int64))
     tl.store(counts_ptr + row, 0)
-    tl.store(row_sum_ptr + row, total)
-    greedy = temperature < GREEDY_EPS
+    tl.store(totals_ptr + row, mass)
     tl.store(row_max_ptr + row, tl.where(greedy, float("nan"), best))
     has_k = (top_k > 0) & (top_k < V)
-    cutoff = float("nan")
-    if has_k | (top_p < 1) | (min_p > 0):
-        cutoff = float("-inf")
-        if min_p > 0:
-            cutoff = best + tl.log(min_p) - 1e-3
+    first = DEEPEST  # unfiltered and min-p alone: all tokens are above
+    end = DEEPEST
+    target = tl.zeros([], tl.int64)
+    if has_k | (top_p < 1):
+        first = 0
+        bound = float("-inf")
         if has_k | (min_p <= 0):
             # The largest t such that enough group maxima reach it: then so do enough tokens.
             g = tl.arange(0, GROUPS_PAD)
@@ -189,31 +222,118 @@ def _bounds_kernel(
             reached = tl.sum((keys >= low).to(tl.int32), 0) >= top_k
             if not has_k:
                 reached = tl.sum(tl.where(keys >= low, weights, 0.0), 0) >= wanted
-            bound = tl.where(reached, bound, float("-inf"))
-            if not has_k:
-                # All tokens below this together weigh less than what top-p drops.
-                rest = best - tl.log(V / (tl.maximum(1 - top_p, 1e-7) * total)) - 1e-3
-                bound = tl.maximum(bound, rest)
-            cutoff = tl.maximum(cutoff, bound)
-    tl.store(cutoff_ptr + row, cutoff)
+                if not reached:
+                    # All tokens below this together weigh less than what top-p drops.
+                    rest = V / (tl.maximum(1 - top_p, 1e-7) * total)
+                    bound = best - tl.log(rest) - 1e-3
+                    target = tl.maximum(
+                        (top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1
+                    )
+            elif not reached:
+                bound = float("-inf")
+        if min_p > 0:
+            bound = tl.maximum(bound, best + tl.log(min_p) - 1e-3)
+        end = _depth(bound, best) + 1
+    tl.store(brackets_ptr + row * 2, first)
+    tl.store(brackets_ptr + row * 2 + 1, end)
+    tl.store(above_ptr + row, tl.zeros([], tl.int64))
+    tl.store(targets_ptr + row, target)
+
+
+@triton.jit
+def _mark(first, end, i):
+    """Return the i-th of MARKS depths within [first, end)."""
+    return first + ((end - first).to(tl.int64) * (i + 1) // (MARKS + 1)).to(tl.int32)
+
+
+@triton.jit
+def _narrowed(marks_ptr, first, end, above, target, S, S_PAD: tl.constexpr):
+    """Return the ninth of a bracket in which the mass reaches ``target``, and the mass above it."""
+    i = tl.arange(0, MARKS)
+    s = tl.arange(0, S_PAD)
+    parts = tl.load(marks_ptr + s[:, None] * MARKS + i[None, :], mask=(s < S)[:, None], other=0)
+    masses = tl.sum(parts, 0)  # above each mark
+    marks = _mark(first, end, i)
+    below = masses < target
+    new_first = tl.maximum(first, tl.max(tl.where(below, marks, 0), 0))
+    new_end = tl.minimum(end, tl.min(tl.where(below, DEEPEST, marks), 0))
+    new_above = tl.maximum(above, tl.max(tl.where(below, masses, 0), 0))
+    return new_first, new_end, new_above
+
+
+@triton.jit
+def _narrow_kernel(
+    logits_ptr,
+    temperature_ptr,
+    row_max_ptr,
+    brackets_ptr,  # [3, B, 2]
+    above_ptr,  # [3, B]
+    targets_ptr,
+    marks_ptr,  # [2, B, S, MARKS] int64
+    logits_stride,
+    B,
+    V,
+    S,
+    ROUND: tl.constexpr,  # 0: measure; 1: narrow by round 0 and measure again
+    S_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCK: tl.constexpr = 512
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    pdl_wait(PDL)
+    row_max = tl.load(row_max_ptr + row)
+    target = tl.load(targets_ptr + row)
+    if (row_max == row_max) & (target > 0):
+        first = tl.load(brackets_ptr + row * 2)
+        end = tl.load(brackets_ptr + row * 2 + 1)
+        if ROUND == 1:
+            above = tl.load(above_ptr + row)
+            first, end, above = _narrowed(
+                marks_ptr + row * S * MARKS, first, end, above, target, S, S_PAD
+            )
+            if chunk == 0:
+                tl.store(brackets_ptr + (B + row) * 2, first)
+                tl.store(brackets_ptr + (B + row) * 2 + 1, end)
+                tl.store(above_ptr + B + row, above)
+        i = tl.arange(0, MARKS)
+        marks = _mark(first, end, i)
+        temperature = tl.zeros([BLOCK], tl.float32) + tl.load(temperature_ptr + row)
+        masses = tl.zeros([MARKS, BLOCK], tl.int64)
+        for begin in range(0, CHUNK, BLOCK):
+            start = chunk * CHUNK + begin
+            ids = start + tl.arange(0, BLOCK)
+            x = _load_logits(logits_ptr + row * logits_stride, ids, start + BLOCK, V)
+            x = tl.div_rn(x, temperature)
+            hit = _depth(x, row_max)[None, :] < marks[:, None]
+            masses += tl.where(hit, _mass(x, row_max)[None, :], 0)
+        out = marks_ptr + ((ROUND * B + row) * S + chunk) * MARKS + i
+        tl.store(out, tl.sum(masses, 1))
 
 
 @triton.jit
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
+    min_p_ptr,
     seeds_ptr,
     positions_ptr,
     row_max_ptr,
-    cutoff_ptr,
+    brackets_ptr,
+    above_ptr,
+    targets_ptr,
+    marks_ptr,
     counts_ptr,
     best_value_ptr,  # [B, S]
     best_id_ptr,  # [B, S]
     gathered_ptr,  # [B, V] float32, scaled logits
     gathered_ids_ptr,  # [B, V] int32
     logits_stride,
+    B,
     V,
     S,
+    S_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -223,38 +343,44 @@ def _draw_kernel(
     pdl_wait(PDL)
     row_max = tl.load(row_max_ptr + row)
     if row_max == row_max:
-        cutoff = tl.load(cutoff_ptr + row)
-        x = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < V, other=float("-inf"))
-        temperature = tl.load(temperature_ptr + row)
-        x = tl.div_rn(x.to(tl.float32), tl.zeros([CHUNK], tl.float32) + temperature)
-        if cutoff != cutoff:
-            candidate = x >= row_max - NOISE_SPAN
-            best = float("-inf")
-            best_id = V
-            if tl.sum(candidate.to(tl.int32), 0) > 0:
-                noise = _gumbel(tl.load(seeds_ptr + row), ids, tl.load(positions_ptr + row))
-                best, best_id = _best(tl.where(candidate, x + noise, float("-inf")), ids, V)
-            tl.store(best_value_ptr + row * S + chunk, best)
-            tl.store(best_id_ptr + row * S + chunk, best_id)
-        else:
-            keep = (x >= cutoff) & (x > float("-inf"))
+        target = tl.load(targets_ptr + row)
+        state = row
+        if target > 0:
+            state += B
+        first = tl.load(brackets_ptr + state * 2)
+        end = tl.load(brackets_ptr + state * 2 + 1)
+        above = tl.load(above_ptr + state)
+        if target > 0:
+            marks = marks_ptr + (B + row) * S * MARKS
+            first, end, above = _narrowed(marks, first, end, above, target, S, S_PAD)
+        if chunk == 0:
+            tl.store(brackets_ptr + (2 * B + row) * 2, first)
+            tl.store(brackets_ptr + (2 * B + row) * 2 + 1, end)
+            tl.store(above_ptr + 2 * B + row, above)
+        x = _load_logits(logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V)
+        x = tl.div_rn(x, tl.zeros([CHUNK], tl.float32) + tl.load(temperature_ptr + row))
+        depth = _depth(x, row_max)
+        usable = (x > float("-inf")) & (tl.exp(x - row_max) >= tl.load(min_p_ptr + row))
+        best = float("-inf")
+        best_id = V
+        candidate = usable & (depth < first) & (x >= row_max - NOISE_SPAN)
+        if tl.sum(candidate.to(tl.int32), 0) > 0:
+            noise = _gumbel(tl.load(seeds_ptr + row), ids, tl.load(positions_ptr + row))
+            best, best_id = _best(tl.where(candidate, x + noise, float("-inf")), ids, V)
+        tl.store(best_value_ptr + row * S + chunk, best)
+        tl.store(best_id_ptr + row * S + chunk, best_id)
+        keep = usable & (depth >= first) & (depth < end)
+        count = tl.sum(keep.to(tl.int32), 0)
+        if count > 0:
             rank = tl.cumsum(keep.to(tl.int32), 0)
-            count = tl.sum(keep.to(tl.int32), 0)
-            if count > 0:
-                place = row * V + tl.atomic_add(counts_ptr + row, count, sem="relaxed") + rank - 1
-                tl.store(gathered_ptr + place, x, mask=keep)
-                tl.store(gathered_ids_ptr + place, ids, mask=keep)
-
-
-@triton.jit
-def _mass(x, row_max):
-    """Return the probability mass of scaled logits relative to the row's best, in fixed point."""
-    return (tl.exp(x - row_max) * FIXED_POINT).to(tl.int64)
+            place = row * V + tl.atomic_add(counts_ptr + row, count, sem="relaxed") + rank - 1
+            tl.store(gathered_ptr + place, x, mask=keep)
+            tl.store(gathered_ids_ptr + place, ids, mask=keep)
 
 
 @triton.jit
 def _measure(
-    values_ptr, ids_ptr, count, key, last_id, row_max, min_p,
+    values_ptr, ids_ptr, count, key, last_id, row_max,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the mass (or number) of gathered tokens ranked down to (``key``, ``last_id``)."""
@@ -266,7 +392,6 @@ def _measure(
         ids = tl.load(ids_ptr + begin + offsets, mask=mask, other=0)
         keys = _ordered(x).to(tl.int64)
         hit = mask & ((keys > key) | ((keys == key) & (ids <= last_id)))
-        hit = hit & (tl.exp(x - row_max) >= min_p)
         weight = _mass(x, row_max) if WEIGHTED else tl.full([BLOCK], 1, tl.int64)
         total += tl.where(hit, weight, 0)
     return tl.sum(total, 0)
@@ -274,25 +399,23 @@ def _measure(
 
 @triton.jit
 def _threshold(
-    values_ptr, ids_ptr, count, target, low, row_max, min_p, V,
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    values_ptr, ids_ptr, count, target, row_max, V, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return (key, last id) of the shortest ranking whose measure reaches ``target``."""
+    low = _ordered(tl.full([], -3.4e38, tl.float32)).to(tl.int64)
     high = _ordered(row_max).to(tl.int64)
     while low < high:
         middle = low + (high - low + 1) // 2
-        measure = _measure(values_ptr, ids_ptr, count, middle, V, row_max, min_p, WEIGHTED, BLOCK)
+        measure = _measure(values_ptr, ids_ptr, count, middle, V, row_max, WEIGHTED, BLOCK)
         reached = measure >= target
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
     first_id = 0
     last_id = V
-    if _measure(values_ptr, ids_ptr, count, low, V, row_max, min_p, WEIGHTED, BLOCK) > target:
+    if _measure(values_ptr, ids_ptr, count, low, V, row_max, WEIGHTED, BLOCK) > target:
         while first_id < last_id:
             middle_id = (first_id + last_id) // 2
-            measure = _measure(
-                values_ptr, ids_ptr, count, low, middle_id, row_max, min_p, WEIGHTED, BLOCK
-            )
+            measure = _measure(values_ptr, ids_ptr, count, low, middle_id, row_max, WEIGHTED, BLOCK)
             reached = measure >= target
             last_id = tl.where(reached, middle_id, last_id)
             first_id = tl.where(reached, first_id, middle_id + 1)
@@ -300,63 +423,59 @@ def _threshold(
 
 
 @triton.jit
-def _ranked(values_ptr, ids_ptr, offsets, count, row_max, min_p):
-    """Return (scaled logits, ids, unique keys in rank order, whether min-p keeps them)."""
+def _ranked(values_ptr, ids_ptr, offsets, count):
+    """Return (scaled logits, ids, unique keys in rank order, which exist) of gathered tokens."""
     mask = offsets < count
     x = tl.load(values_ptr + offsets, mask=mask, other=float("-inf"))
     ids = tl.load(ids_ptr + offsets, mask=mask, other=0)
-    keys = _ordered(x).to(tl.int64) * 4294967296 - ids
-    return x, ids, keys, mask & (tl.exp(x - row_max) >= min_p)
+    return x, ids, _ordered(x).to(tl.int64) * 4294967296 - ids, mask
 
 
 @triton.jit
 def _pick_of_few(
-    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, seed, position, V,
+    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, above, row_max, seed, position, V,
 ):  # fmt: skip
     """Return the best perturbed survivor of at most PAIRWISE gathered tokens."""
     STEP: tl.constexpr = 8
-    x, ids, keys, valid = _ranked(
-        values_ptr, ids_ptr, tl.arange(0, PAIRWISE), count, row_max, min_p
-    )
+    x, ids, keys, kept = _ranked(values_ptr, ids_ptr, tl.arange(0, PAIRWISE), count)
     rank = tl.zeros([PAIRWISE], tl.int32)
-    mass_before = tl.zeros([PAIRWISE], tl.int64)
+    mass_before = tl.zeros([PAIRWISE], tl.int64) + above
     for begin in range(0, count, STEP):
-        other_x, _, other_keys, other_valid = _ranked(
-            values_ptr, ids_ptr, begin + tl.arange(0, STEP), count, row_max, min_p
+        other_x, _, other_keys, exists = _ranked(
+            values_ptr, ids_ptr, begin + tl.arange(0, STEP), count
         )
-        higher = (other_keys[:, None] > keys[None, :]) & other_valid[:, None]
+        higher = (other_keys[:, None] > keys[None, :]) & exists[:, None]
         rank += tl.sum(higher.to(tl.int32), 0)
         mass_before += tl.sum(tl.where(higher, _mass(other_x, row_max)[:, None], 0), 0)
     has_k = (top_k > 0) & (top_k < V)
-    kept = valid & (rank < tl.where(has_k, top_k, V))
+    kept = kept & (rank < tl.where(has_k, top_k, V))
     if has_k | (min_p > 0):
         total = tl.sum(tl.where(kept, _mass(x, row_max), 0), 0)
     if top_p < 1:
         target = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
         kept = kept & (mass_before < tl.maximum(target, 1))
-    perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
-    return _best(perturbed, ids, V)
+    return _best(tl.where(kept, x + _gumbel(seed, ids, position), float("-inf")), ids, V)
 
 
 @triton.jit
 def _pick_of_many(
-    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, low, seed, position, V,
+    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, above, row_max, seed, position, V,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the best perturbed survivor of any number of gathered tokens."""
-    key = low
+    key = _ordered(tl.full([], -3.4e38, tl.float32)).to(tl.int64)
     last_id = V
     has_k = (top_k > 0) & (top_k < V)
     if has_k:
         key, last_id = _threshold(
-            values_ptr, ids_ptr, count, top_k.to(tl.int64), low, row_max, min_p, V, False, BLOCK
+            values_ptr, ids_ptr, count, top_k.to(tl.int64), row_max, V, False, BLOCK
         )
     if has_k | (min_p > 0):
-        total = _measure(values_ptr, ids_ptr, count, key, last_id, row_max, min_p, True, BLOCK)
+        total = _measure(values_ptr, ids_ptr, count, key, last_id, row_max, True, BLOCK)
     if top_p < 1:
         target = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
         p_key, p_last_id = _threshold(
-            values_ptr, ids_ptr, count, tl.maximum(target, 1), low, row_max, min_p, V, True, BLOCK
+            values_ptr, ids_ptr, count, tl.maximum(target, 1) - above, row_max, V, True, BLOCK
         )
         last_id = tl.where(p_key > key, p_last_id, tl.minimum(last_id, p_last_id))
         key = tl.maximum(key, p_key)
@@ -364,12 +483,9 @@ def _pick_of_many(
     best_value = float("-inf")
     best_id = V
     for begin in range(0, count, BLOCK):
-        mask = begin + offsets < count
-        x = tl.load(values_ptr + begin + offsets, mask=mask, other=float("-inf"))
-        ids = tl.load(ids_ptr + begin + offsets, mask=mask, other=0)
+        x, ids, _, exists = _ranked(values_ptr, ids_ptr, begin + offsets, count)
         keys = _ordered(x).to(tl.int64)
-        kept = mask & ((keys > key) | ((keys == key) & (ids <= last_id)))
-        kept = kept & (tl.exp(x - row_max) >= min_p)
+        kept = exists & ((keys > key) | ((keys == key) & (ids <= last_id)))
         perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
         value, value_id = _best(perturbed, ids, V)
         better = (value > best_value) | ((value == best_value) & (value_id < best_id))
@@ -386,14 +502,15 @@ def _pick_kernel(
     top_p_ptr,
     min_p_ptr,
     row_max_ptr,
-    row_sum_ptr,
-    cutoff_ptr,
+    totals_ptr,
+    above_ptr,
     counts_ptr,
     best_value_ptr,
     best_id_ptr,
     gathered_ptr,
     gathered_ids_ptr,
     sampled_ptr,
+    B,
     V,
     S,
     S_PAD: tl.constexpr,
@@ -404,33 +521,33 @@ def _pick_kernel(
     pdl_wait(PDL)
     row_max = tl.load(row_max_ptr + row)
     if row_max == row_max:
-        cutoff = tl.load(cutoff_ptr + row)
-        if cutoff != cutoff:
-            s = tl.arange(0, S_PAD)
-            values = tl.load(best_value_ptr + row * S + s, mask=s < S, other=float("-inf"))
-            ids = tl.load(best_id_ptr + row * S + s, mask=s < S, other=V)
-            _, best_id = _best(values, ids, V)
-        else:
+        s = tl.arange(0, S_PAD)
+        values = tl.load(best_value_ptr + row * S + s, mask=s < S, other=float("-inf"))
+        ids = tl.load(best_id_ptr + row * S + s, mask=s < S, other=V)
+        best, best_id = _best(values, ids, V)
+        count = tl.load(counts_ptr + row)
+        if count > 0:
             values_ptr = gathered_ptr + row * V
             ids_ptr = gathered_ids_ptr + row * V
-            count = tl.load(counts_ptr + row)
             top_k = tl.load(top_k_ptr + row)
             top_p = tl.load(top_p_ptr + row)
             min_p = tl.load(min_p_ptr + row)
+            total = tl.load(totals_ptr + row)
+            above = tl.load(above_ptr + 2 * B + row)
             seed = tl.load(seeds_ptr + row)
             position = tl.load(positions_ptr + row)
-            total = (tl.load(row_sum_ptr + row).to(tl.float64) * FIXED_POINT).to(tl.int64)
             if count <= PAIRWISE:
-                _, best_id = _pick_of_few(
-                    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, seed,
+                value, value_id = _pick_of_few(
+                    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, above, row_max, seed,
                     position, V,
                 )  # fmt: skip
             else:
-                low = _ordered(tl.maximum(cutoff, -3.4e38)).to(tl.int64)
-                _, best_id = _pick_of_many(
-                    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, row_max, low, seed,
+                value, value_id = _pick_of_many(
+                    values_ptr, ids_ptr, count, top_k, top_p, min_p, total, above, row_max, seed,
                     position, V, BLOCK,
                 )  # fmt: skip
+            better = (value > best) | ((value == best) & (value_id < best_id))
+            best_id = tl.where(better, value_id, best_id)
         tl.store(sampled_ptr + row, best_id.to(tl.int64))
 
 
@@ -454,7 +571,7 @@ class _Statistics:
     def __init__(self, logits: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
         rows, self.vocab = logits.shape
         # Fixed by the vocabulary alone, so a row's sums do not depend on the batch around it.
-        self.chunk = 4096 if self.vocab > 4096 else max(64, triton.next_power_of_2(self.vocab))
+        self.chunk = 4096 if self.vocab > 4096 else max(512, triton.next_power_of_2(self.vocab))
         self.splits = triton.cdiv(self.vocab, self.chunk)
         self.splits_pad = triton.next_power_of_2(self.splits)
         self.num_groups = self.splits * self.chunk // GROUP.value
@@ -484,7 +601,7 @@ class _Statistics:
 def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     """Return the lowest id of the highest logit per row of ``logits`` [B, V] as int64 [B].
 
-    -1 for rows that hold NaN or nothing but -inf.
+    -1 for rows that hold NaN or whose highest logit is infinite.
     """
     rows = logits.shape[0]
     sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -527,7 +644,11 @@ def sample(
     if rows == 0:
         return sampled
     stats = _Statistics(logits, temperature)
-    row_max, row_sum, cutoff = torch.empty(3, rows, dtype=torch.float32, device=device)
+    row_max = torch.empty(rows, dtype=torch.float32, device=device)
+    totals, targets = torch.empty(2, rows, dtype=torch.int64, device=device)
+    brackets = torch.empty(3, rows, 2, dtype=torch.int32, device=device)
+    above = torch.empty(3, rows, dtype=torch.int64, device=device)
+    marks = torch.empty(2, rows, stats.splits, MARKS.value, dtype=torch.int64, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     gathered_ids = torch.empty(rows, vocab, dtype=torch.int32, device=device)
@@ -544,8 +665,10 @@ def sample(
         top_p,
         min_p,
         row_max,
-        row_sum,
-        cutoff,
+        totals,
+        brackets,
+        above,
+        targets,
         counts,
         sampled,
         stats.splits,
@@ -556,21 +679,46 @@ def sample(
         num_warps=8,
         **pdl,
     )
+    for narrowing in range(2):
+        _narrow_kernel[(rows, stats.splits)](
+            logits,
+            temperature,
+            row_max,
+            brackets,
+            above,
+            targets,
+            marks,
+            logits.stride(0),
+            rows,
+            vocab,
+            stats.splits,
+            ROUND=narrowing,
+            S_PAD=stats.splits_pad,
+            CHUNK=stats.chunk,
+            num_warps=4,
+            **pdl,
+        )
     _draw_kernel[(rows, stats.splits)](
         logits,
         temperature,
+        min_p,
         seeds,
         positions,
         row_max,
-        cutoff,
+        brackets,
+        above,
+        targets,
+        marks,
         counts,
         best_value,
         best_id,
         gathered,
         gathered_ids,
         logits.stride(0),
+        rows,
         vocab,
         stats.splits,
+        S_PAD=stats.splits_pad,
         CHUNK=stats.chunk,
         num_warps=8 if stats.chunk >= 4096 else 4,
         **pdl,
@@ -582,14 +730,15 @@ def sample(
         top_p,
         min_p,
         row_max,
-        row_sum,
-        cutoff,
+        totals,
+        above,
         counts,
         best_value,
         best_id,
         gathered,
         gathered_ids,
         sampled,
+        rows,
         vocab,
         stats.splits,
         S_PAD=stats.splits_pad,

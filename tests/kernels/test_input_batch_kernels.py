@@ -44,21 +44,23 @@ def test_prepare_decode(block_size, padding, device):
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_prepare_inputs(block_size, device):
+@pytest.mark.parametrize("padding", [0, 300])
+def test_prepare_inputs(block_size, padding, device):
     token_ids, blocks = table(block_size, device)
     rows, lengths = [(3, 0), (1, 12), (-1, 0), (5, 39)], [20, 5, 2, 1]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
     input_ids, positions, slot_mapping, seq_lens = prepare_inputs(
         torch.tensor(rows, dtype=torch.int32, device=device), starts, token_ids, blocks,
-        block_size, sum(lengths), max(lengths),
+        block_size, sum(lengths) + padding, max(lengths),
     )  # fmt: skip
     tokens = [(s, p + i) for (s, p), n in zip(rows, lengths, strict=True) for i in range(n)]
     live = [s >= 0 for s, _ in tokens]
     flags = list(zip(tokens, live, strict=True))
-    assert input_ids.tolist() == [int(token_ids[s, p]) if ok else 0 for (s, p), ok in flags]
-    assert positions.tolist() == [p if ok else 0 for (_, p), ok in flags]
+    rest = [0] * padding
+    assert input_ids.tolist() == [int(token_ids[s, p]) if ok else 0 for (s, p), ok in flags] + rest
+    assert positions.tolist() == [p if ok else 0 for (_, p), ok in flags] + rest
     expected = [kv_slot(blocks, s, p, block_size) if ok else -1 for (s, p), ok in flags]
-    assert slot_mapping.tolist() == expected
+    assert slot_mapping.tolist() == expected + [-1] * padding
     assert seq_lens.tolist() == [20, 17, 0, 40]
 
 

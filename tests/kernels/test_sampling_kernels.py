@@ -40,8 +40,9 @@ def test_greedy(dtype, vocab, device):
     logits[2, vocab - 1] = 77.0
     logits[3, vocab // 2] = NAN
     logits[4] = -INF
+    logits[5, 1] = INF
     expected = [int(x.float().argmax()) for x in logits]
-    expected[1], expected[3], expected[4] = 0, -1, -1
+    expected[1], expected[3], expected[4], expected[5] = 0, -1, -1, -1
     assert greedy_sample(logits).tolist() == expected
     neutral = [(0.0, 0, 1.0, 0.0, 0, 0)] * 6
     assert draw(logits, neutral) == expected
@@ -93,6 +94,16 @@ def test_sample_keeps_exactly_k_of_tied_logits(device):
     rows = [(1.0, 0, 0.01, 0.0, seed, 0) for seed in range(20)]
     mass = (400 * 2.718281828 + 100) * 0.01 / 2.718281828  # top-p keeps ties by id as well
     assert set(draw(logits, rows)) <= set(range(100, 100 + int(mass) + 1))
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.99])
+def test_top_p_that_keeps_many_tokens(spread, top_p, device):
+    logits = draw_logits(2, 6000, torch.float32, device) / 3 * spread
+    logits[1] = logits[1].round(decimals=1)  # many ties
+    rows = [(1.0, 0, top_p, 0.0, 11, 4), (0.7, 0, top_p, 0.0, 12, 5)]
+    expected = [reference.sample(x.cpu(), *row) for x, row in zip(logits, rows, strict=True)]
+    assert draw(logits, rows) == expected
 
 
 def test_unusable_rows_and_masked_tokens(device):

@@ -1,0 +1,73 @@
+"""The engine on the Triton kernels: the tokens of the PyTorch path, step kinds and draws alike.
+
+On a GPU the steps are CUDA graph replays; without one the same steps run under the interpreter.
+"""
+
+import random
+
+import pytest
+import torch
+
+from pageserve.llm import LLM
+from pageserve.sampling_params import SamplingParams
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run(path, prompts, params, **options):
+    options = {"max_model_len": 64, "num_kv_blocks": 64, "block_size": 4, **options}
+    llm = LLM(model=str(path), device=DEVICE, dtype="float32", **options)
+    done = llm.generate(prompts, params)
+    llm.engine.scheduler.check_integrity()
+    return [c.token_ids for c in done], llm
+
+
+def some_prompts(vocab=200):
+    rng = random.Random(3)
+    shared = [rng.randrange(3, vocab) for _ in range(12)]
+    own = [[rng.randrange(3, vocab) for _ in range(n)] for n in (1, 5, 9)]
+    return [*own, shared, shared + own[1]]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+VARIANTS = {
+    "plain": {},
+    "overlap": {"max_steps_in_flight": 2},
+    "chunks": {"max_num_batched_tokens": 6, "max_steps_in_flight": 2},
+    "preemption": {"num_kv_blocks": 7, "max_steps_in_flight": 2},
+    "two seats": {"max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_equal_the_torch_path(tiny_checkpoint, family, variant):
+    if family != "qwen2" and variant != "plain":
+        pytest.skip("one family covers the settings")
+    path, prompts = tiny_checkpoint(family), some_prompts()
+    expected, _ = run(path, prompts, GREEDY, attention_backend="torch_blockwise")
+    tokens, _ = run(path, prompts, GREEDY, attention_backend="triton", **VARIANTS[variant])
+    assert tokens == expected
+
+
+def test_draws_and_special_rows_equal_the_torch_path(tiny_checkpoint):
+    """Greedy, drawing, filtered, penalised and logprob rows in one batch: the graph's sampler, the
+    eager one and the PyTorch one agree on every token."""
+    path, prompts = tiny_checkpoint("llama"), some_prompts()
+    common = {"max_tokens": 4, "ignore_eos": True}
+    drawing = [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=1.0, seed=5, **common),
+        SamplingParams(temperature=0.8, seed=6, top_k=7, **common),
+        SamplingParams(temperature=1.2, seed=2**63 - 1, top_p=0.7, **common),
+        SamplingParams(temperature=1.0, seed=-3, min_p=0.05, **common),
+    ]
+    special = [
+        SamplingParams(temperature=1.0, seed=1, presence_penalty=1.0, **common),
+        SamplingParams(temperature=0, logprobs=3, **common),
+        *drawing[2:],
+    ]
+    for params in (drawing, special):
+        expected, _ = run(path, prompts, params, attention_backend="torch_blockwise")
+        tokens, _ = run(path, prompts, params, attention_backend="triton", max_steps_in_flight=2)
+        assert tokens == expected
