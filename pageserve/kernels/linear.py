@@ -390,7 +390,7 @@ class LinearChooser:
     """Times the ways to compute a linear layer once per shape and remembers the fastest."""
 
     device: torch.device
-    repeats: int = 20
+    repeats: int = 7
     times: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)  # µs
     choices: dict[tuple[Any, ...], Linear] = field(default_factory=dict)
 
@@ -406,7 +406,8 @@ class LinearChooser:
     ) -> Linear:
         """Return the fastest of gemv, skinny_linear and library_linear for ``m`` rows of input.
 
-        All three take the same arguments. Off the GPU it is always the library.
+        All three take the same arguments. Off the GPU it is always the library, as it is for a
+        shape first seen while a graph is being captured, where nothing can be timed.
         """
         candidates: list[Linear] = [library_linear]
         if self.device.type == "cuda" and weight.dtype != torch.float32:
@@ -416,6 +417,8 @@ class LinearChooser:
             return library_linear
         n, k = weight.shape
         key = (m, n, k, weight.dtype, bias, residual, norm, silu)
+        if key not in self.choices and torch.cuda.is_current_stream_capturing():
+            return library_linear
         if key not in self.choices:
             out_features = n // 2 if silu else n
             random = functools.partial(torch.randn, device=self.device, dtype=weight.dtype)
@@ -433,10 +436,10 @@ class LinearChooser:
         return self.choices[key]
 
     def _copies(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """Return enough copies of the weight that none is in the cache when its turn comes."""
+        """Return the weight and enough copies that none is in the cache when its turn comes."""
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        count = min(64, 2 + 2 * cache // (weight.numel() * weight.element_size()))
-        return [weight.clone() for _ in range(count)]
+        count = min(32, 2 * cache // (weight.numel() * weight.element_size()))
+        return [weight, *(weight.clone() for _ in range(count))]
 
     def _time(
         self, f: Linear, x: torch.Tensor, weights: list[torch.Tensor], options: dict[str, Any]
@@ -450,8 +453,12 @@ class LinearChooser:
         run()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # By hand: torch.cuda.graph collects garbage first, which takes longer than all the rest.
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            graph.capture_begin()
             run()
+            graph.capture_end()
+        torch.cuda.synchronize(self.device)
         times = []
         for _ in range(self.repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
