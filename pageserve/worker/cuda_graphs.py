@@ -31,16 +31,12 @@ MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch eag
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for; ``num_tokens == num_rows`` means a decode step."""
+    """What a graph is captured for."""
 
     num_tokens: int
     num_rows: int
+    decode: bool  # every row has exactly one token, which samples; False: any mix
     draws: bool  # sampling with temperature; False: all rows are greedy
-
-    @property
-    def decode(self) -> bool:
-        """Whether every row has exactly one token, which samples."""
-        return self.num_tokens == self.num_rows
 
 
 def row_buckets(max_num_seqs: int) -> list[int]:
@@ -100,17 +96,19 @@ class CUDAGraphRunner:
 
     def keys(self) -> list[GraphKey]:
         """All buckets, largest first, so that the smaller ones reuse the memory of the larger."""
-        decode = [(n, n) for n in reversed(self.row_sizes)]
+        decode = [(n, n, True) for n in reversed(self.row_sizes)]
         mixed = [
-            (t, r)
-            for t in reversed(self.token_sizes)
-            for r in reversed(self.mixed_row_sizes)
-            if r < t
+            (tokens, rows, False)
+            for tokens in reversed(self.token_sizes)
+            for rows in reversed(self.mixed_row_sizes)
+            if rows <= _bucket(self.mixed_row_sizes, min(tokens, self.mixed_row_sizes[-1]))
         ]
-        return [GraphKey(t, r, draws) for t, r in mixed + decode for draws in (False, True)]
+        return [GraphKey(*shape, draws) for shape in mixed + decode for draws in (False, True)]
 
+    @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket. The table is not changed: all rows are padding."""
+        """Capture every bucket; without it steps are launched kernel by kernel. The table is not
+        changed: all rows are padding."""
         keys = self.keys()
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
@@ -139,12 +137,11 @@ class CUDAGraphRunner:
         draws = any(self._sampling.draws[slot] for slot in slots)
         if num_rows == num_tokens == len(slots):
             size = _bucket(self.row_sizes, num_rows)
-            return GraphKey(size, size, draws)
+            return GraphKey(size, size, True, draws)
         if num_tokens > self.token_sizes[-1]:
             return None
-        size = _bucket(self.mixed_row_sizes, num_rows)
-        tokens = _bucket(self.token_sizes, max(num_tokens, size + 1))
-        return GraphKey(tokens, size, draws)
+        rows = _bucket(self.mixed_row_sizes, num_rows)
+        return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, draws)
 
     def replay(self, key: GraphKey, step: SchedulerOutput) -> torch.Tensor:
         """Launch a step; returns pinned int64 [num_rows], one entry per row whether it samples or
@@ -153,8 +150,12 @@ class CUDAGraphRunner:
         self._turn = (self._turn + 1) % STAGES
         num_rows = len(step.rows)
         self._stage(key, step, stage)
-        self._graphs[key].replay()
-        self.num_replays += 1
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._run(key)
+        else:
+            graph.replay()
+            self.num_replays += 1
         stage.sampled[:num_rows].copy_(self.inputs.sampled[:num_rows], non_blocking=True)
         return stage.sampled[:num_rows]
 

@@ -86,7 +86,7 @@ class ModelRunner:
         self.device = kv_cache.device
         self.states = RequestStates(max_num_seqs, max_model_len, kv_cache.shape[4], self.device)
         self.sampler = Sampler()
-        self.graphs: CUDAGraphRunner | None = None  # set by the worker once they are captured
+        self.graphs: CUDAGraphRunner | None = None  # set by the worker where Triton kernels run
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepHandle:
@@ -97,9 +97,8 @@ class ModelRunner:
             key = self.graphs.key_for(step)
             if key is not None:
                 sampled = SamplerOutput(self.graphs.replay(key, step))
-                return StepHandle(
-                    step.step_id, sampled, [], _event(), [row.samples for row in step.rows]
-                )
+                samples = [row.samples for row in step.rows]
+                return StepHandle(step.step_id, sampled, [], self._event(), samples)
         batch = InputBatch.build(step.rows, self.states)
         metadata = self.backend.build_metadata(
             batch.query_start_loc,
@@ -142,10 +141,11 @@ class ModelRunner:
         for name, x in tensors.items():
             if x is not None:
                 host[name].copy_(x, non_blocking=True)
-        return StepHandle(step_id, SamplerOutput(**host), wants, _event())
+        return StepHandle(step_id, SamplerOutput(**host), wants, self._event())
 
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,8 +80,8 @@ class Worker:
             vocab_limit=min(load_tokenizer(path).size, model.vocab_size),
             eos_token_ids=list(model.eos_token_ids),
         )
-        if device == "cuda" and not config.scheduler.enforce_eager:
-            self._capture_graphs(config, progress)
+        if config.model.attention_backend == "triton":
+            self._use_graphs(config, progress)
         self.fingerprint = _fingerprint(path, config)
         logger.info(
             "%s on %s in %s, %s attention; %d KV blocks of %d tokens (%.2f GiB), "
@@ -96,7 +97,7 @@ class Worker:
             plan.max_model_len,
         )
 
-    def _capture_graphs(
+    def _use_graphs(
         self, config: EngineConfig, progress: Callable[[str, int, int], None] | None
     ) -> None:
         from pageserve.worker.cuda_graphs import CUDAGraphRunner
@@ -111,9 +112,10 @@ class Worker:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
-        graphs.capture(
-            None if progress is None else lambda n, of: progress("capturing CUDA graphs", n, of)
-        )
+        if config.model.device == "cuda" and not config.scheduler.enforce_eager:
+            graphs.capture(
+                None if progress is None else lambda n, of: progress("capturing CUDA graphs", n, of)
+            )
         self.runner.graphs = graphs
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
@@ -143,6 +145,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: str) -> EngineConf
         dtype = "float32" if device == "cpu" else model.dtype
     if backend == "auto":
         backend = "triton" if device == "cuda" else "torch_blockwise"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and device != "cuda" and not interpreted:
+        raise ConfigError(
+            f"--attention-backend triton needs a CUDA GPU; on {device} use torch_blockwise "
+            "(or Triton's interpreter, TRITON_INTERPRET=1, to debug the kernels)"
+        )
     return replace(config, model=replace(config.model, dtype=dtype, attention_backend=backend))
 
 
