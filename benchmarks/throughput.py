@@ -15,17 +15,19 @@ import gc
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import Job, chat_jobs, machine, percentile, read_bandwidth, report
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from pageserve.config import DEMO_MODEL
 from pageserve.hub import resolve_model
 from pageserve.llm import LLM
-from pageserve.models.gguf import transformers_model
+from pageserve.model_config import load_model_config
+from pageserve.models.gguf import iterate_gguf
 from pageserve.sampling_params import SamplingParams
 
 
@@ -71,7 +73,12 @@ def run_sequential(model: LlamaForCausalLM, jobs: list[Job]) -> Run:
     for job in jobs:
         streamer = _FirstToken()
         ids = torch.tensor([job.prompt_token_ids])
-        out = model.generate(ids, generation_config=_greedy(job.budget), streamer=streamer)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),  # else it hides prompt tokens equal to the pad
+            generation_config=_greedy(job.budget),
+            streamer=streamer,
+        )
         tokens.append(out[0, ids.shape[1] :].tolist())
         ttft.append(streamer.time - start)
         latency.append(time.perf_counter() - start)
@@ -133,6 +140,30 @@ def run_pageserve(llm: LLM, jobs: list[Job]) -> Run:
     )
 
 
+def transformers_model(path: Path) -> LlamaForCausalLM:
+    """Fill transformers' Llama with the float32 values of a GGUF file."""
+    config = load_model_config(path)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            tie_word_embeddings=config.tie_word_embeddings,
+            eos_token_id=None,  # every request generates its whole budget
+        )
+    )
+    weights = {"model." + n.removeprefix("model."): t for n, t in iterate_gguf(path, config)}
+    left = model.load_state_dict(weights, strict=False)
+    assert not left.unexpected_keys and left.missing_keys in ([], ["lm_head.weight"]), left
+    return model.eval()
+
+
 def _greedy(budget: int) -> GenerationConfig:
     return GenerationConfig(
         max_new_tokens=budget,
@@ -154,7 +185,7 @@ def main() -> None:
     path = resolve_model(DEMO_MODEL, None)
     sharing = LLM(model=str(path), dtype="float32", max_model_len=1024)
     plain = LLM(model=str(path), dtype="float32", max_model_len=1024, enable_prefix_caching=False)
-    reference = transformers_model(path).eval()
+    reference = transformers_model(path)
     jobs = chat_jobs(sharing.tokenizer, args.requests, *args.budgets)
     weight_bytes = sum(p.numel() * p.element_size() for p in reference.parameters())
     bandwidth = read_bandwidth()

@@ -29,11 +29,12 @@ class AttentionStep:
         kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
         metadata: AttentionMetadata,
         backend: AttentionBackend,
+        num_heads: int,
     ) -> Self:
         """Prepare a step for all layers."""
         inputs = None
         if not backend.fuses_rope:
-            inputs = TorchInputs.build(positions, cos_sin, kv_cache, metadata)
+            inputs = TorchInputs.build(positions, cos_sin, kv_cache, metadata, num_heads)
         return cls(metadata, positions, cos_sin, inputs)
 
 
@@ -41,8 +42,10 @@ class AttentionStep:
 class TorchInputs:
     """Rotation rows and KV places of a step's tokens."""
 
-    cos: torch.Tensor  # [num_tokens, 1, head_dim] float32
-    sin: torch.Tensor  # [num_tokens, 1, head_dim] float32, first half negated
+    # [num_tokens, num_heads + num_kv_heads, head_dim] float32: written out for every head, as a
+    # broadcast costs more in each layer than the copy does once.
+    cos: torch.Tensor
+    sin: torch.Tensor  # the same, first half negated
     kv_rows: torch.Tensor  # [num_written, 2 * num_kv_heads], rows of a layer's pool of vectors
     written: torch.Tensor | None  # [num_written] tokens that own a slot; None: all do
 
@@ -53,16 +56,18 @@ class TorchInputs:
         cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        num_heads: int,
     ) -> Self:
         """Look up the rotation of each position and the pool rows of each token's vectors."""
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
+        heads = num_heads + kv_cache.shape[3]
         slots, written = metadata.slot_mapping, None
         if bool((slots < 0).any()):
             written = (slots >= 0).nonzero().squeeze(1)
             slots = slots[written]
         return cls(
-            torch.cat((cos, cos), -1),
-            torch.cat((-sin, sin), -1),
+            torch.cat((cos, cos), -1).expand(-1, heads, -1).contiguous(),
+            torch.cat((-sin, sin), -1).expand(-1, heads, -1).contiguous(),
             _kv_rows(slots, kv_cache),
             written,
         )

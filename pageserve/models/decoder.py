@@ -101,7 +101,9 @@ class DecoderForCausalLM(Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool."""
-        step = AttentionStep.build(positions, self.cos_sin, kv_cache, metadata, self.backend)
+        step = AttentionStep.build(
+            positions, self.cos_sin, kv_cache, metadata, self.backend, self.config.num_heads
+        )
         hidden = self.embed_tokens(input_ids)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             hidden = layer(hidden, layer_cache, step)

@@ -171,7 +171,13 @@ def make_backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
 
         return TritonBackend()
     dtype = getattr(torch, config.model.dtype)
-    return TorchBlockwiseBackend(model.num_kv_heads, model.head_dim, config.cache.block_size, dtype)
+    return TorchBlockwiseBackend(
+        model.num_kv_heads,
+        model.head_dim,
+        config.cache.block_size,
+        dtype,
+        device=config.model.device,
+    )
 
 
 def _fingerprint(path: Path, config: EngineConfig) -> str:
