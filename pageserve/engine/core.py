@@ -7,6 +7,7 @@
 Depth 1 is the synchronous engine and depth 2 the overlapped one; the code is the same.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable
 
@@ -65,6 +66,8 @@ class EngineCore:
             attention_backend=config.model.attention_backend,
             fingerprint=self.worker.fingerprint,
         )
+        gc.collect()
+        gc.freeze()  # a full collection must not walk the model and the libraries in mid-step
         self._depth = scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 

@@ -24,10 +24,12 @@ from pageserve.kernels.input_batch import (
 from pageserve.kernels.sampling import greedy_sample, sample
 from pageserve.messages import NewRequestData, SchedulerOutput
 from pageserve.models.decoder import DecoderForCausalLM
+from pageserve.utils import cdiv
 from pageserve.worker.request_states import RequestStates, to_device
 
 STAGES = 3  # host buffers in turn: two steps may be in flight while a third is prepared
-MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch eagerly
+MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch kernel by kernel
+TILE = 128  # tokens that larger steps are padded to a multiple of
 
 
 class GraphKey(NamedTuple):
@@ -41,14 +43,14 @@ class GraphKey(NamedTuple):
 
 def row_buckets(max_num_seqs: int) -> list[int]:
     """Batch sizes of decode graphs: fine where padding would hurt, up to ``max_num_seqs``."""
-    sizes = [1, 2, 3, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64)]
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
 
 
 def token_buckets(max_num_batched_tokens: int) -> list[int]:
     """Token counts of mixed graphs."""
     limit = min(max_num_batched_tokens, MAX_MIXED_TOKENS)
-    sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, MAX_MIXED_TOKENS, 256)]
+    sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1536]
     return [s for s in sizes if s < limit] + [limit]
 
 
@@ -83,7 +85,7 @@ class CUDAGraphRunner:
         self.backend = TritonBackend()
         self.row_sizes = row_buckets(max_num_seqs)
         self.token_sizes = token_buckets(max_num_batched_tokens)
-        self.mixed_row_sizes = sorted({min(n, max_num_seqs) for n in (32, 128, 256, 512, 1024)})
+        self.mixed_row_sizes = sorted({min(n, max_num_seqs) for n in (64, 256, 1024)})
 
         self.inputs = _make_stage(max_num_seqs, device=self.device)
         self._decode_buffers = {n: InputBuffers.allocate(n, self.device) for n in self.row_sizes}
@@ -91,11 +93,13 @@ class CUDAGraphRunner:
         self._stages = [_make_stage(max_num_seqs, pin_memory=pinned) for _ in range(STAGES)]
         self._turn = 0
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None  # memory that all graphs share
         self._sampling = _SamplingTable(max_num_seqs, self.device)
         self.num_replays = 0
 
     def keys(self) -> list[GraphKey]:
-        """All buckets, largest first, so that the smaller ones reuse the memory of the larger."""
+        """Buckets to capture at start-up, largest first, so that the smaller ones reuse the memory
+        of the larger. Those that draw are captured when they are first needed."""
         decode = [(n, n, True) for n in reversed(self.row_sizes)]
         mixed = [
             (tokens, rows, False)
@@ -103,25 +107,37 @@ class CUDAGraphRunner:
             for rows in reversed(self.mixed_row_sizes)
             if rows <= _bucket(self.mixed_row_sizes, min(tokens, self.mixed_row_sizes[-1]))
         ]
-        return [GraphKey(*shape, draws) for shape in mixed + decode for draws in (False, True)]
+        return [GraphKey(*shape, False) for shape in mixed + decode]
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every bucket; without it steps are launched kernel by kernel. The table is not
         changed: all rows are padding."""
         keys = self.keys()
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
         for i, key in enumerate(keys):
-            with torch.cuda.stream(stream):
-                self._run(key)  # compiles what this bucket needs, and warms the libraries up
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._run(key)
-            self._graphs[key] = graph
+            self._capture(key)
             if progress is not None:
                 progress(i + 1, len(keys))
+        for rows in self.mixed_row_sizes:  # compile what larger steps need
+            self._run(GraphKey(self.token_sizes[-1] + TILE, rows, False, False))
+        torch.cuda.synchronize()
+
+    def _capture(self, key: GraphKey) -> torch.cuda.CUDAGraph:
+        """Capture one bucket; steps in flight finish first."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run(key)  # compiles what this bucket needs, and warms the libraries up
+            stream.synchronize()
+            # Not torch.cuda.graph(): that collects garbage and empties caches around each one.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool)
+            self._run(key)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graphs[key] = graph
+        return graph
 
     def admit(self, new_requests: Sequence[NewRequestData]) -> None:
         """Note how requests that enter the table sample."""
@@ -129,7 +145,7 @@ class CUDAGraphRunner:
             self._sampling.put(new_requests)
 
     def key_for(self, step: SchedulerOutput) -> GraphKey | None:
-        """Return the bucket of a step, None if it must run eagerly."""
+        """Return the bucket of a step, None if a row wants what only the PyTorch sampler does."""
         num_rows, num_tokens = len(step.rows), step.num_scheduled_tokens
         slots = [row.slot for row in step.rows if row.samples]
         if any(self._sampling.special[slot] for slot in slots):
@@ -138,9 +154,10 @@ class CUDAGraphRunner:
         if num_rows == num_tokens == len(slots):
             size = _bucket(self.row_sizes, num_rows)
             return GraphKey(size, size, True, draws)
-        if num_tokens > self.token_sizes[-1]:
-            return None
         rows = _bucket(self.mixed_row_sizes, num_rows)
+        if num_tokens > self.token_sizes[-1]:
+            # Nothing to gain from a graph; whole tiles keep the variety of shapes small.
+            return GraphKey(cdiv(num_tokens, TILE) * TILE, rows, False, draws)
         return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, draws)
 
     def replay(self, key: GraphKey, step: SchedulerOutput) -> torch.Tensor:
@@ -151,6 +168,8 @@ class CUDAGraphRunner:
         num_rows = len(step.rows)
         self._stage(key, step, stage)
         graph = self._graphs.get(key)
+        if graph is None and self._pool is not None and key.num_tokens <= self.token_sizes[-1]:
+            graph = self._capture_between_steps(key)
         if graph is None:
             self._run(key)
         else:
@@ -158,6 +177,18 @@ class CUDAGraphRunner:
             self.num_replays += 1
         stage.sampled[:num_rows].copy_(self.inputs.sampled[:num_rows], non_blocking=True)
         return stage.sampled[:num_rows]
+
+    def _capture_between_steps(self, key: GraphKey) -> torch.cuda.CUDAGraph:
+        """Capture a bucket that a live step needs. Warming up runs the step on padding rows, so
+        its inputs are put aside meanwhile."""
+        kept = [x.clone() for x in self.inputs]
+        self.inputs.rows.fill_(-1)
+        self.inputs.last.fill_(-1)
+        self.inputs.starts.zero_()
+        graph = self._capture(key)
+        for target, source in zip(self.inputs, kept, strict=True):
+            target.copy_(source)
+        return graph
 
     def _stage(self, key: GraphKey, step: SchedulerOutput, stage: _Stage) -> None:
         """Send the step's few numbers to where its graph reads them."""

@@ -52,16 +52,28 @@ VARIANTS = {
     [("llama", "plain"), ("qwen3", "plain"), *(("qwen2", v) for v in VARIANTS)],
 )
 def test_tokens_equal_the_torch_path(tiny_checkpoint, family, variant):
-    path, prompts = tiny_checkpoint(family), some_prompts()
+    path, prompts = tiny_checkpoint(family, head_dim=16), some_prompts()
     expected = run(path, prompts, GREEDY, device="cpu", attention_backend="torch_blockwise")
     tokens = run(path, prompts, GREEDY, attention_backend="triton", **VARIANTS[variant])
     assert tokens == expected
 
 
+def test_steps_beyond_the_graphs(tiny_checkpoint, monkeypatch):
+    """Large steps are padded to whole tiles and launched kernel by kernel."""
+    pytest.importorskip("triton")
+    from pageserve.worker import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "MAX_MIXED_TOKENS", 4)
+    monkeypatch.setattr(cuda_graphs, "TILE", 8)
+    path, prompts = tiny_checkpoint("llama", head_dim=16), some_prompts()
+    expected = run(path, prompts, GREEDY, device="cpu", attention_backend="torch_blockwise")
+    assert run(path, prompts, GREEDY, attention_backend="triton") == expected
+
+
 def test_draws_and_special_rows_equal_the_torch_path(tiny_checkpoint):
     """Greedy, drawing, filtered, penalised and logprob rows in one batch: the graph's sampler, the
     eager one and the PyTorch one agree on every token."""
-    path, prompts = tiny_checkpoint("llama"), some_prompts()
+    path, prompts = tiny_checkpoint("llama", head_dim=16), some_prompts()
     common = {"max_tokens": 4, "ignore_eos": True}
     drawing = [
         SamplingParams(temperature=0, **common),
