@@ -78,7 +78,12 @@ def run_case(
     pool = torch.randn(num_layers, *shape).to(dtype)
     query = torch.randn(batch * query_len, args.num_heads, args.head_dim).to(dtype)
     backend = TorchBlockwiseBackend(
-        args.num_kv_heads, args.head_dim, BLOCK_SIZE, dtype, tile_tokens=args.tile_tokens
+        args.num_heads,
+        args.num_kv_heads,
+        args.head_dim,
+        BLOCK_SIZE,
+        dtype,
+        tile_tokens=args.tile_tokens,
     )
     inputs = (
         torch.arange(batch + 1, dtype=torch.int32) * query_len,

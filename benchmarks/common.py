@@ -54,16 +54,17 @@ class Job:
     budget: int
 
 
-def chat_jobs(tokenizer: Any, count: int, low: int, high: int, seed: int = 0) -> list[Job]:
-    """``count`` chat prompts that share a system message, with budgets uniform in [low, high]."""
+def chat_jobs(tokenizer: Any, count: int, low: int, high: int, turn: int = 0) -> list[Job]:
+    """``count`` chat prompts that share a system message, with budgets uniform in [low, high];
+    another ``turn`` has other questions and the same budgets."""
     from pageserve.api.chat import encode_chat
 
-    rng = random.Random(seed)
+    rng = random.Random(0)
     jobs = []
     for i in range(count):
         question = QUESTIONS[i % len(QUESTIONS)]
-        if i >= len(QUESTIONS):
-            question = f"({i}) {question}"
+        if i >= len(QUESTIONS) or turn:
+            question = f"({turn}.{i}) {question}"
         messages = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": question},

@@ -20,6 +20,7 @@ import torch
 from pageserve.attention import AttentionMetadata
 
 TILE_BYTES = 3 << 20  # keys + values of a tile, about what the L2 caches of two cores hold
+SHORT_CHUNK = 32  # query tokens up to which rows share a tile; more keep the processor busy alone
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Tile:
     workspace: tuple[torch.Tensor, torch.Tensor]  # keys, values: [len(index), head_dim]
     k: torch.Tensor  # [b, h, num_tokens, head_dim] as the group's queries are laid out
     v: torch.Tensor
-    mask: torch.Tensor | None = None  # [batch, 1, 1, num_tokens] float32, 0 or -inf
+    mask: torch.Tensor | None = None  # [batch, 1, queries or 1, num_tokens] float32, 0 or -inf
     causal: bool = False  # query i sees the tile's tokens 0 … i
 
 
@@ -39,13 +40,24 @@ class Tile:
 class Group:
     """Query tokens ``start:stop`` of the plan's order, and what they attend to.
 
-    ``segment``: they are several tokens of one row and share its tiles. Otherwise every token is
-    the only one of its row; several such rows share one tile, each with its own part."""
+    ``segment``: they are tokens of one row and share its tiles. Otherwise they are all tokens of
+    several short rows that share one tile, each with its own part; ``padding`` says how the tokens
+    of such rows fill up to equal numbers, None if every row has one."""
 
     start: int
     stop: int
     segment: bool
     tiles: list[Tile]
+    padding: "Padding | None" = None
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows of up to ``num_queries`` tokens, padded by repeating their last one."""
+
+    num_queries: int
+    padded: torch.Tensor  # [rows * num_queries] int64: index into the group's tokens
+    places: torch.Tensor  # [tokens] int64: where each token stands among the padded ones
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class TorchBlockwiseBackend:
 
     def __init__(
         self,
+        num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
@@ -75,6 +88,7 @@ class TorchBlockwiseBackend:
         """``tile_tokens`` bounds a tile (default: 3 MiB of keys and values). Plans share one
         workspace, so one forward pass runs at a time."""
         token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.block_size = block_size
@@ -137,10 +151,13 @@ class TorchBlockwiseBackend:
         scale: float,
     ) -> torch.Tensor:
         attend = _attend_fused if query.is_cpu else _attend_plain
-        # One-token rows: the heads that share KV are the rows of one small matrix product.
-        # Segments: the tokens are, and the heads share KV by a stride of 0.
+        # Short rows: the heads that share KV, times the tokens, are the rows of one small matrix
+        # product. Segments: the tokens are, and the heads share KV by a stride of 0.
         q = query.view(len(query), self.num_kv_heads, -1, self.head_dim)
-        q = q.permute(1, 2, 0, 3) if group.segment else q
+        if group.segment:
+            q = q.permute(1, 2, 0, 3)
+        elif group.padding is not None:
+            q = self._pad(q, group.padding)
         result: tuple[torch.Tensor, torch.Tensor] | None = None
         for tile in group.tiles:
             torch.index_select(keys, 0, tile.index, out=tile.workspace[0])
@@ -149,8 +166,21 @@ class TorchBlockwiseBackend:
             result = partial if result is None else _merge(*result, *partial)
         assert result is not None, "a group has a tile"
         out = result[0]
-        out = out.permute(2, 0, 1, 3) if group.segment else out
+        if group.segment:
+            out = out.permute(2, 0, 1, 3)
+        elif group.padding is not None:
+            out = self._unpad(out, group.padding)
         return out.reshape(query.shape).to(query.dtype)
+
+    def _pad(self, q: torch.Tensor, padding: Padding) -> torch.Tensor:
+        """[tokens, kv heads, group, head_dim] to [rows, kv heads, group * queries, head_dim]."""
+        rows = q.index_select(0, padding.padded).unflatten(0, (-1, padding.num_queries))
+        return rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def _unpad(self, out: torch.Tensor, padding: Padding) -> torch.Tensor:
+        """The reverse of :meth:`_pad`, without the padding."""
+        rows = out.unflatten(2, (-1, padding.num_queries)).permute(0, 3, 1, 2, 4)
+        return rows.flatten(0, 1).index_select(0, padding.places)
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -158,16 +188,31 @@ class TorchBlockwiseBackend:
         groups: list[Group] = []
         order: list[int] = []
 
-        def add(tokens: list[int] | range, segment: bool, tiles: list[Tile]) -> None:
-            groups.append(Group(len(order), len(order) + len(tokens), segment, tiles))
+        def add(
+            tokens: list[int] | range,
+            segment: bool,
+            tiles: list[Tile],
+            padding: Padding | None = None,
+        ) -> None:
+            groups.append(Group(len(order), len(order) + len(tokens), segment, tiles, padding))
             order.extend(tokens)
 
-        short = {row for row, seq_len in enumerate(lens) if seq_len <= self.tile_tokens}
-        one_token = [row for row in short if starts[row + 1] - starts[row] == 1]
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
+        fits = [row for row, seq_len in enumerate(lens) if seq_len <= self.tile_tokens]
+        one_token = [row for row in fits if counts[row] == 1]
         for rows in self._pack(one_token, lens):
             tile = self._rows_tile(block_table[rows], [lens[row] for row in rows])
             add([starts[row] for row in rows], False, [tile])
-        for row in sorted(set(range(len(lens))).difference(one_token)):
+        chunks = [row for row in fits if 1 < counts[row] <= SHORT_CHUNK]
+        for rows in self._pack(chunks, lens):
+            if len(rows) == 1:
+                chunks.remove(rows[0])  # alone it is cheaper as a segment
+                continue
+            queries = [counts[row] for row in rows]
+            tile = self._chunks_tile(block_table[rows], [lens[row] for row in rows], queries)
+            tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
+            add(tokens, False, [tile], self._padding(queries))
+        for row in sorted(set(range(len(lens))).difference(one_token, chunks)):
             start, stop = starts[row], starts[row + 1]
             assert start < stop <= start + lens[row], "a row has 1 … seq_len query tokens"
             for first in range(start, stop, self.tile_tokens):
@@ -181,7 +226,7 @@ class TorchBlockwiseBackend:
         return Plan(groups, by_group.to(self.device), torch.argsort(by_group).to(self.device))
 
     def _pack(self, rows: list[int], lens: list[int]) -> Iterator[list[int]]:
-        """Cut one-token rows into groups of similar length that fit a tile together."""
+        """Cut short rows into groups of similar length that fit a tile together."""
         # A padded token costs a copy, another group the start of a few operations: they balance
         # at about a quarter of a tile.
         group: list[int] = []
@@ -206,6 +251,27 @@ class TorchBlockwiseBackend:
         hidden = np.where(tokens < ends, np.float32(0), np.float32(-np.inf))
         mask = torch.from_numpy(hidden).to(self.device)[:, None, None]
         return self._tile(blocks, np.minimum(tokens, ends - 1), mask=mask)
+
+    def _chunks_tile(self, blocks: np.ndarray, lens: list[int], queries: list[int]) -> Tile:
+        """The tile of several whole rows, whose last tokens are queries; see :class:`Padding`."""
+        ends, tokens = np.array(lens)[:, None], np.arange(max(lens))[None]
+        nth = np.minimum(np.arange(max(queries))[None], np.array(queries)[:, None] - 1)
+        positions = ends - np.array(queries)[:, None] + nth  # [rows, queries]
+        seen = tokens[:, None] <= positions[:, :, None]
+        hidden = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+        num_groups = self.num_heads // self.num_kv_heads
+        mask = hidden.to(self.device).repeat(1, num_groups, 1)[:, None]
+        return self._tile(blocks, np.minimum(tokens, ends - 1), mask=mask)
+
+    def _padding(self, queries: list[int]) -> Padding:
+        widest = max(queries)
+        counts = np.array(queries)[:, None]
+        nth = np.arange(widest)[None]
+        first = np.cumsum(queries)[:, None] - counts
+        padded = first + np.minimum(nth, counts - 1)
+        places = np.flatnonzero(nth < counts)
+        index = (torch.from_numpy(x.reshape(-1)).to(self.device) for x in (padded, places))
+        return Padding(widest, *index)
 
     def _row_tiles(self, blocks: np.ndarray, end: int, num_queries: int) -> list[Tile]:
         """The tiles of a row's first ``end`` tokens, the last ``num_queries`` being queries: first

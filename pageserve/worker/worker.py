@@ -172,6 +172,7 @@ def make_backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
         return TritonBackend()
     dtype = getattr(torch, config.model.dtype)
     return TorchBlockwiseBackend(
+        model.num_heads,
         model.num_kv_heads,
         model.head_dim,
         config.cache.block_size,

@@ -55,7 +55,12 @@ class Batch:
 
     def backend(self, tile_tokens: int | None = None) -> TorchBlockwiseBackend:
         return TorchBlockwiseBackend(
-            self.num_kv_heads, self.head_dim, self.block_size, self.dtype, tile_tokens=tile_tokens
+            self.num_kv_heads * self.group_size,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            self.dtype,
+            tile_tokens=tile_tokens,
         )
 
     def metadata(self, backend: TorchBlockwiseBackend) -> AttentionMetadata:
@@ -107,6 +112,15 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def test_mixed_batch_of_prompts_chunks_and_decodes(block_size, tile_tokens):
     batch = Batch(MIXED, block_size=block_size)
     batch.check(batch.attend(tile_tokens))
+
+
+@pytest.mark.usefixtures("implementation")
+def test_short_chunks_share_a_tile():
+    """Rows of 2 to 32 query tokens, equal or not, with context or without, beside decodes."""
+    batch = Batch([(2, 5), (7, 30), (3, 3), (32, 64), (1, 9), (12, 100), (12, 100), (1, 70)])
+    batch.check(batch.attend())
+    plan = batch.metadata(batch.backend()).plan
+    assert any(group.padding is not None for group in plan.groups)
 
 
 @pytest.mark.usefixtures("implementation")
