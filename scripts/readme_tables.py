@@ -1,0 +1,133 @@
+"""Write the README's tables of measurements from the JSON files in benchmarks/results.
+
+python scripts/readme_tables.py [--check]
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKERS = re.compile(r"(<!-- tables -->\n).*?(<!-- /tables -->)", re.S)
+
+
+def main() -> int:
+    """Rewrite the README, or only say whether it is up to date; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 if the README is stale")
+    check = parser.parse_args().check
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    fresh = MARKERS.sub(lambda m: f"{m[1]}{tables()}{m[2]}", text)
+    if check:
+        return int(fresh != text)
+    readme.write_text(fresh)
+    return 0
+
+
+def tables() -> str:
+    """Return all tables as Markdown."""
+    parts = [throughput(_load("cpu_throughput")), serving(_load("cpu_serving"))]
+    parts += [gpu_offline(), gpu_served(_load("gpu_served"))]
+    return "\n".join(parts)
+
+
+def throughput(result: dict[str, Any]) -> str:
+    """Hugging Face against pageserve on the CPU."""
+    rows, static = result["rows"], result["rows"][result["best_static"]]
+    low, high = result["budgets"]
+    out = [
+        f"**CPU, float32, embedded model**: {result['requests']} chat requests at once, budgets "
+        f"{low}-{high} tokens, {_host(result)}. `python benchmarks/throughput.py`. Memory read "
+        f"{result['read_bandwidth_gb_s']:.0f} GB/s, so one stream cannot exceed "
+        f"{result['ceiling_single_tokens_per_s']:.0f} tokens/s.",
+        "",
+        "| | tokens/s | against static | TTFT p50 / p99 s | latency p99 s | steps | peak blocks |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, r in rows.items():
+        if name.startswith("single"):
+            continue
+        ratio = r["tokens_per_s"] / static["tokens_per_s"]
+        out.append(
+            f"| {name} | {r['tokens_per_s']:.1f} | {ratio:.2f}x "
+            f"| {r['ttft_p50']:.2f} / {r['ttft_p99']:.2f} | {r['latency_p99']:.2f} "
+            f"| {r.get('steps', '')} | {r.get('peak_blocks', '')} |"
+        )
+    single = rows["single: pageserve"]["tokens_per_s"]
+    out += [
+        "",
+        f"One stream: {single:.1f} tokens/s against {rows['single: hf']['tokens_per_s']:.1f} of "
+        "Hugging Face. The tokens of all runs are equal.",
+        "",
+    ]
+    assert result["tokens_equal"], "the figures of unequal engines cannot be compared"
+    return "\n".join(out)
+
+
+def serving(result: dict[str, Any]) -> str:
+    """What HTTP costs."""
+    rows = result["rows"]
+    return (
+        f"**HTTP on the same machine**: {result['streams']} concurrent streams reach "
+        f"{rows['served']['tokens_per_s']:.0f} tokens/s, the offline engine "
+        f"{rows['offline']['tokens_per_s']:.0f}; lost {100 * result['loss']:.1f} % (median of "
+        "paired rounds). `python benchmarks/serving.py`\n"
+    )
+
+
+def gpu_offline() -> str:
+    """Offline throughput on the GPU, one file per model."""
+    files = sorted(RESULTS.glob("gpu_offline_*.json"))
+    results = {f.stem.removeprefix("gpu_offline_"): json.loads(f.read_text()) for f in files}
+    first = next(iter(results.values()))
+    names = list(dict.fromkeys(w for r in results.values() for w in r["rows"]))
+    out = [
+        f"**{first['machine']['gpu']}, bfloat16, Qwen2.5 shapes with random weights, offline**, "
+        f"output tokens/s (workload:requests), torch {first['machine']['torch']}, commit "
+        f"{first['machine']['commit']}. `python benchmarks/offline.py`. The floor is the time to "
+        "read the weights once at the measured copy bandwidth of "
+        f"{first['bandwidth_gb_s']:.0f} GB/s.",
+        "",
+        f"| model | floor ms a step | {' | '.join(names)} |",
+        "|---|---|" + "---|" * len(names),
+    ]
+    for model, r in results.items():
+        floor = r["weights_gb"] / r["bandwidth_gb_s"] * 1e3
+        cells = [f"{r['rows'][n]['tokens_per_s']:,.0f}" if n in r["rows"] else "" for n in names]
+        out.append(f"| {model} | {floor:.2f} | {' | '.join(cells)} |")
+    return "\n".join([*out, ""])
+
+
+def gpu_served(result: dict[str, Any]) -> str:
+    """Throughput over HTTP on the GPU."""
+    out = [
+        "**Served over HTTP on the same GPU**, streaming, greedy, token-id prompts; single: 512 in "
+        "/ 256 out, chat: log-normal, mean 272 in / 205 out, prefix: 2048 shared + 64 in / 64 out.",
+        "",
+        "| model | workload | streams | tokens/s | TTFT p50 / p99 ms | TPOT p50 ms | errors |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    out += [
+        f"| {r['model']} | {r['workload']} | {r['conc']} | {r['out_tok_s']:,.0f} "
+        f"| {r['ttft_p50']:.0f} / {r['ttft_p99']:.0f} | {r['tpot_p50']:.2f} | {r['errors']} |"
+        for r in result["rows"]
+    ]
+    return "\n".join([*out, ""])
+
+
+def _host(result: dict[str, Any]) -> str:
+    m = result["machine"]
+    return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, commit {m['commit']}"
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
