@@ -21,6 +21,7 @@ from pageserve.checkpoint import (
     read_gguf_header,
     read_json,
 )
+from pageserve.hub import DEMO_FILE
 from pageserve.sampling_params import ParameterError, SamplingParams
 
 __all__ = [
@@ -142,6 +143,10 @@ class GenerationDefaults:
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
+# What the embedded model's authors recommend; at temperature 1 it rambles.
+DEMO_DEFAULTS = GenerationDefaults(temperature=0.2, top_p=0.9)
+
+
 def load_model_config(path: Path) -> ModelConfig:
     """Read the configuration of a model directory or .gguf file.
 
@@ -160,11 +165,14 @@ def count_parameters(path: Path) -> int:
 
 
 def load_generation_defaults(path: Path) -> GenerationDefaults:
-    """Read generation_config.json beside the weights; a .gguf file has none.
+    """Read generation_config.json beside the weights; of .gguf files, which have none, only the
+    embedded model has defaults.
 
     Raises :class:`ModelError` for values no request could use.
     """
     file = path / "generation_config.json"
+    if path.name == DEMO_FILE:
+        return DEMO_DEFAULTS
     if path.suffix == ".gguf" or not file.exists():
         return GenerationDefaults()
     content = read_json(file)

@@ -236,3 +236,7 @@ def test_embedded_model(demo_gguf):
     assert config.tie_word_embeddings and config.eos_token_ids == (2,)
     assert config.num_parameters == 134515008
     assert load_generation_defaults(demo_gguf) == GenerationDefaults()
+
+
+def test_the_embedded_model_has_its_authors_defaults(demo_gguf):
+    assert load_generation_defaults(demo_gguf).as_dict() == {"temperature": 0.2, "top_p": 0.9}
