@@ -30,6 +30,10 @@ class GemvConfig(NamedTuple):
     num_warps: int
 
 
+GEMV_TILES = [GemvConfig(*c) for c in ((2, 512, 1), (4, 512, 2), (4, 256, 1), (2, 1024, 2))]
+SILU_GEMV_TILES = [GemvConfig(*c) for c in ((1, 512, 1), (2, 512, 1), (1, 256, 1), (1, 1024, 1))]
+
+
 class SkinnyConfig(NamedTuple):
     """Outputs and columns of a tile, parts of K, warps and pipeline stages."""
 
@@ -151,6 +155,15 @@ def gemv_config(n: int, k: int, silu: bool = False) -> GemvConfig:
     if k <= 2048 and n < 1 << 16:
         return GemvConfig(4, 1024, 2)
     return GemvConfig(2, 2048, 4 if n >= 1024 else 8)
+
+
+def gemv_tiles(n: int, k: int, silu: bool) -> list[GemvConfig]:
+    """Return the tiles worth timing, :func:`gemv_config`'s first. What is best depends on how K
+    divides and how many programs there are; the head's programs are plenty whatever the tile."""
+    tiles = [gemv_config(n, k, silu)]
+    if n < 1 << 16:
+        tiles += SILU_GEMV_TILES if silu else GEMV_TILES
+    return list(dict.fromkeys(tile for tile in tiles if tile.block_k < 2 * k))
 
 
 def gemv(
@@ -358,9 +371,14 @@ def library_linear(
     eps: float = 1e-6,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Return what :func:`gemv` does for any number of rows, around the library's product."""
+    """Return what :func:`gemv` does for any number of rows, around the library's product.
+
+    ``residual`` may be overwritten.
+    """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
+    if residual is not None and bias is None and not silu:
+        return residual.addmm_(x, weight.t())
     out = functional.linear(x, weight, bias)
     if silu:
         out = silu_mul(out)
@@ -385,6 +403,18 @@ def skinny_linear(
 Linear = Callable[..., torch.Tensor]
 
 
+def linear_candidates(m: int, n: int, k: int, silu: bool) -> dict[str, Linear]:
+    """Return the ways to compute ``n`` outputs of ``k`` columns for ``m`` rows, by name."""
+    candidates: dict[str, Linear] = {"library": library_linear}
+    if m <= MAX_SKINNY_ROWS:
+        candidates["skinny"] = skinny_linear
+    if m == 1:
+        for tile in gemv_tiles(n, k, silu):
+            name = "gemv " + "/".join(map(str, tile))
+            candidates[name] = functools.partial(gemv, config=tile)
+    return candidates
+
+
 @dataclass
 class LinearChooser:
     """Times the ways to compute a linear layer once per shape and remembers the fastest."""
@@ -404,18 +434,17 @@ class LinearChooser:
         norm: bool = False,
         silu: bool = False,
     ) -> Linear:
-        """Return the fastest of gemv, skinny_linear and library_linear for ``m`` rows of input.
+        """Return the fastest of gemv (in one of its tiles), skinny_linear and library_linear for
+        ``m`` rows of input.
 
-        All three take the same arguments. Off the GPU it is always the library, as it is for a
-        shape first seen while a graph is being captured, where nothing can be timed.
+        All take the same arguments. Off the GPU it is always the library, as it is for a shape
+        first seen while a graph is being captured, where nothing can be timed.
         """
-        candidates: list[Linear] = [library_linear]
-        if self.device.type == "cuda" and weight.dtype != torch.float32:
-            candidates += [gemv] if m == 1 else []
-            candidates += [skinny_linear] if m <= MAX_SKINNY_ROWS else []
-        if len(candidates) == 1 or INTERPRETED:
-            return library_linear
         n, k = weight.shape
+        candidates = linear_candidates(m, n // 2 if silu else n, k, silu)
+        timed = self.device.type == "cuda" and weight.dtype != torch.float32 and not INTERPRETED
+        if not timed or len(candidates) == 1:
+            return library_linear
         key = (m, n, k, weight.dtype, bias, residual, norm, silu)
         if key not in self.choices and torch.cuda.is_current_stream_capturing():
             return library_linear
@@ -430,9 +459,10 @@ class LinearChooser:
                 "silu": silu,
             }
             weights = self._copies(weight)
-            times = {f.__name__: self._time(f, x, weights, options) for f in candidates}
-            self.times[key] = times
-            self.choices[key] = min(candidates, key=lambda f: times[f.__name__])
+            self.times[key] = times = {
+                name: self._time(f, x, weights, options) for name, f in candidates.items()
+            }
+            self.choices[key] = candidates[min(times, key=times.__getitem__)]
         return self.choices[key]
 
     def _copies(self, weight: torch.Tensor) -> list[torch.Tensor]:
