@@ -3,11 +3,20 @@
 Rows of one query token go to the decode kernel, whose work is cut evenly over the device whatever
 the lengths; longer rows go to the prefill kernel. Which row is which is read on the device, so a
 step is one launch, two if it mixes, and decode steps replay in CUDA graphs.
+
+A long chunk of a prompt may go to the library instead, whose kernels are faster where the work is
+one large causal square: see :meth:`TritonBackend.long_rows`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
+from triton.runtime.errors import OutOfResources
 
 from pageserve.attention import AttentionMetadata
 from pageserve.kernels.paged_attention import (
@@ -18,14 +27,35 @@ from pageserve.kernels.paged_attention import (
     rope_and_paged_decode,
 )
 from pageserve.kernels.rope_cache import rope_and_cache
+from pageserve.messages import ScheduledRow
+from pageserve.utils import cdiv
+
+LONG_QUERY = 1024  # tokens from which a chunk may go to the library
+SQUARE = 1024  # its length is padded to a multiple: the library prepares for each length it meets
+PrefillConfig = tuple[int, int, int, int]  # see paged_prefill
+PREFILL_CONFIGS: list[PrefillConfig] = [(128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2)]
+
+
+class LongRow(NamedTuple):
+    """A row whose attention the library computes."""
+
+    row: int
+    start: int  # of its query tokens in the flat batch
+    num_tokens: int
+    seq_len: int
+    slot: int
 
 
 @dataclass
 class StepPlan:
-    """What the layers of a step share; the first layer fills in the cut of the decode work."""
+    """What the layers of a step share; the first layer fills in what it takes the pool to know."""
 
     row_slots: torch.Tensor | None  # [num_rows] int32: block_table is a table of slots
+    long_rows: Sequence[LongRow] = ()
+    prefill_config: PrefillConfig | None = None
     decode: DecodePlan | None = None
+    prefill_slots: torch.Tensor | None = None  # row_slots, -1 for long rows
+    kv_rows: list[torch.Tensor] = field(default_factory=list)  # per long row, see _square_rows
 
 
 class TritonBackend:
@@ -33,6 +63,11 @@ class TritonBackend:
 
     supports_cuda_graph = True
     fuses_rope = True
+
+    prefill_config: PrefillConfig | None = None  # None: the kernel's own
+    # Time of the library for a causal square over that of the paged kernel; None: do not use it.
+    library_cost: float | None = None
+    times: Mapping[str, float] = MappingProxyType({})  # ms, what was measured
 
     def build_metadata(
         self,
@@ -43,9 +78,13 @@ class TritonBackend:
         max_query_len: int,
         max_seq_len: int,
         row_slots: torch.Tensor | None = None,
+        long_rows: Sequence[LongRow] = (),
     ) -> AttentionMetadata:
         """Describe a step. With ``row_slots`` [num_rows], row r's blocks are
-        ``block_table[row_slots[r]]``, so the table of all slots serves without a gather."""
+        ``block_table[row_slots[r]]``, so the table of all slots serves without a gather;
+        ``long_rows`` are left to the library (not in a CUDA graph, which they would be fixed in).
+        """
+        config = self.prefill_config if max_query_len > PREFILL_CONFIGS[0][0] else None
         return AttentionMetadata(
             query_start_loc,
             seq_lens,
@@ -53,8 +92,62 @@ class TritonBackend:
             slot_mapping,
             max_query_len,
             max_seq_len,
-            StepPlan(row_slots),
+            StepPlan(row_slots, long_rows, config),
         )
+
+    def long_rows(self, rows: Iterable[ScheduledRow]) -> list[LongRow]:
+        """Return the rows that the library computes faster.
+
+        It knows causal squares only, so it computes those queries too that an earlier step did,
+        and padding: a row qualifies if enough of its square is wanted.
+        """
+        if self.library_cost is None:
+            return []
+        rows = list(rows)
+        starts = accumulate((r.num_scheduled_tokens for r in rows), initial=0)
+        found = []
+        for i, (row, start) in enumerate(zip(rows, starts, strict=False)):
+            first, count = row.num_computed_tokens, row.num_scheduled_tokens
+            seq_len = first + count
+            wanted = seq_len**2 - first**2
+            if count >= LONG_QUERY and wanted > self.library_cost * _square(seq_len) ** 2:
+                found.append(LongRow(i, start, count, seq_len, row.slot))
+        return found
+
+    def measure(self, kv_cache: torch.Tensor, num_heads: int) -> None:
+        """Time prefills of 16-bit numbers on the first layer's pool, of which nothing is written,
+        and set ``prefill_config`` and ``library_cost``."""
+        pool = kv_cache[0]
+        _, num_blocks, num_kv_heads, block_size, head_dim = pool.shape
+        if pool.dtype == torch.float32:
+            return
+        length = min(num_blocks * block_size, 8192) // SQUARE * SQUARE
+        if length == 0:
+            return
+        device = pool.device
+        query = torch.randn(length, num_heads, head_dim, dtype=pool.dtype, device=device)
+        out = torch.empty_like(query)
+        blocks = torch.arange(cdiv(length, block_size), dtype=torch.int32, device=device)[None]
+        slots = torch.zeros(16, dtype=torch.int32, device=device)
+
+        def paged(prompts: int, config: PrefillConfig) -> Callable[[], object]:
+            # Sixteen rows, most of them empty: what a step compiles.
+            starts = torch.arange(17, dtype=torch.int32, device=device) * (length // prompts)
+            starts = starts.clamp_max(length)
+            return lambda: paged_prefill(
+                query, pool, blocks, starts, starts.diff(), length, head_dim**-0.5,
+                row_slots=slots, skip_decodes=True, out=out, config=config,
+            )  # fmt: skip
+
+        configs = {c: _time_tile(paged(4, c)) for c in PREFILL_CONFIGS}
+        self.prefill_config = min(PREFILL_CONFIGS, key=configs.__getitem__)
+        row = LongRow(0, 0, length, length, 0)
+        kv_rows = _square_rows(row, blocks, num_kv_heads, block_size)
+        library = _time(lambda: _attend_square(query, pool, row, kv_rows, head_dim**-0.5, out))
+        kernel = _time(paged(1, self.prefill_config))
+        self.library_cost = library / kernel if library < kernel else None
+        self.times = {f"4 prompts {c}": t for c, t in configs.items()}
+        self.times |= {"1 prompt, library": library, "1 prompt, paged": kernel}
 
     def forward(
         self,
@@ -71,6 +164,9 @@ class TritonBackend:
         mixed = tokens != rows * metadata.max_query_len  # else no row has a single token
         if mixed:
             self._decode(query, kv_cache, metadata, scale, out, mixed=True)
+        slots = metadata.plan.row_slots
+        if metadata.plan.long_rows:
+            slots = self._attend_long_rows(query, kv_cache, metadata, scale, out)
         return paged_prefill(
             query,
             kv_cache,
@@ -79,9 +175,10 @@ class TritonBackend:
             metadata.seq_lens,
             metadata.max_query_len,
             scale,
-            row_slots=metadata.plan.row_slots,
+            row_slots=slots,
             skip_decodes=mixed,
             out=out,
+            config=metadata.plan.prefill_config,
         )
 
     def rope_and_forward(
@@ -124,6 +221,29 @@ class TritonBackend:
             *norms,
         )
         return self.forward(query, kv_cache, metadata, scale)
+
+    def _attend_long_rows(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the attention of the long rows to ``out``; return the slots of the others."""
+        step: StepPlan = metadata.plan
+        if step.prefill_slots is None:
+            assert step.row_slots is not None
+            num_kv_heads, block_size = kv_cache.shape[2:4]
+            step.prefill_slots = step.row_slots.clone()
+            for row in step.long_rows:
+                step.prefill_slots[row.row] = -1
+                step.kv_rows.append(
+                    _square_rows(row, metadata.block_table, num_kv_heads, block_size)
+                )
+        for row, kv_rows in zip(step.long_rows, step.kv_rows, strict=True):
+            _attend_square(query, kv_cache, row, kv_rows, scale, out)
+        return step.prefill_slots
 
     def _decode(
         self,
@@ -168,3 +288,64 @@ class TritonBackend:
                 query_start_loc,
             )
         return step.decode
+
+
+def _square(seq_len: int) -> int:
+    return cdiv(seq_len, SQUARE) * SQUARE
+
+
+def _square_rows(
+    row: LongRow, block_table: torch.Tensor, num_kv_heads: int, block_size: int
+) -> torch.Tensor:
+    """Return the rows [num_kv_heads * square] of a row's tokens in a layer's pool, seen as
+    [2, num_blocks * num_kv_heads * block_size, head_dim]; padding repeats the last token."""
+    device = block_table.device
+    position = torch.arange(_square(row.seq_len), device=device).clamp_max_(row.seq_len - 1)
+    block = block_table[row.slot][position // block_size].long()
+    heads = torch.arange(num_kv_heads, device=device)[:, None]
+    return ((block * num_kv_heads + heads) * block_size + position % block_size).flatten()
+
+
+def _attend_square(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    row: LongRow,
+    kv_rows: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Compute a row's attention by the library, as the last queries of a causal square."""
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, size = kv_cache.shape[2], _square(row.seq_len)
+    key, value = kv_cache.view(2, -1, head_dim).index_select(1, kv_rows)
+    key, value = (x.view(1, num_kv_heads, size, head_dim) for x in (key, value))
+    tokens = slice(row.start, row.start + row.num_tokens)
+    wanted = slice(row.seq_len - row.num_tokens, row.seq_len)
+    square = query.new_zeros(1, num_heads, size, head_dim)
+    square[0, :, wanted] = query[tokens].transpose(0, 1)
+    attended = functional.scaled_dot_product_attention(
+        square, key, value, is_causal=True, scale=scale, enable_gqa=True
+    )
+    out[tokens] = attended[0, :, wanted].transpose(0, 1)
+
+
+def _time_tile(run: Callable[[], object]) -> float:
+    """Return :func:`_time`, infinity for a tile that is too large for the device."""
+    try:
+        return _time(run)
+    except OutOfResources:
+        return float("inf")
+
+
+def _time(run: Callable[[], object], repeats: int = 5) -> float:
+    """Return the least time in ms of a few runs on the GPU, after one to compile and prepare."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)

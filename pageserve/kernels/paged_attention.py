@@ -599,6 +599,11 @@ def _prefill_kernel(
         return
     if SKIP_DECODES and length == 1:
         return
+    table_row = row.to(tl.int64)
+    if HAS_SLOTS:
+        table_row = tl.load(row_slots_ptr + row).to(tl.int64)
+    if table_row < 0:
+        return
     seq_len = tl.load(seq_lens_ptr + row)
     context = seq_len - length
     m = tl.arange(0, BLOCK_M)
@@ -610,9 +615,6 @@ def _prefill_kernel(
     token = (start + query_token).to(tl.int64)
     pointers = query_ptr + (token * query_stride + head * HEAD_DIM)[:, None] + d[None, :]
     query = tl.load(pointers, mask=mask2, other=0.0)
-    table_row = row.to(tl.int64)
-    if HAS_SLOTS:
-        table_row = tl.load(row_slots_ptr + row).to(tl.int64)
     table = block_table_ptr + table_row * table_stride
     key_ptr = kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
     value_ptr = key_ptr + kv_stride
@@ -663,7 +665,8 @@ def paged_prefill(
     """Return the causal attention [T, Hq, D] of a flat batch of rows over the paged pool.
 
     Row r owns query tokens ``query_start_loc[r] : query_start_loc[r + 1]``, the last of its
-    ``seq_lens[r]`` tokens. ``skip_decodes`` leaves rows of one token as they are in ``out``.
+    ``seq_lens[r]`` tokens. ``skip_decodes`` leaves rows of one token as they are in ``out``;
+    so does a slot of -1 with its row.
     ``config`` overrides (query tile rows, KV tile tokens, warps, stages).
     """
     tokens, num_heads, head_dim = query.shape

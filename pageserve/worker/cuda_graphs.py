@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pageserve.attention.triton import TritonBackend
+from pageserve.attention.triton import LongRow, TritonBackend
 from pageserve.kernels.input_batch import (
     InputBuffers,
     prepare_decode,
@@ -113,6 +113,7 @@ class CUDAGraphRunner:
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every bucket; without it steps are launched kernel by kernel. The table is not
         changed: all rows are padding."""
+        self.backend.measure(self.kv_cache, self.model.config.num_heads)
         keys = self.keys()
         self._pool = torch.cuda.graph_pool_handle()
         for i, key in enumerate(keys):
@@ -168,10 +169,11 @@ class CUDAGraphRunner:
         num_rows = len(step.rows)
         self._stage(key, step, stage)
         graph = self._graphs.get(key)
-        if graph is None and self._pool is not None and key.num_tokens <= self.token_sizes[-1]:
+        too_large = key.num_tokens > self.token_sizes[-1]
+        if graph is None and self._pool is not None and not too_large:
             graph = self._capture_between_steps(key)
         if graph is None:
-            self._run(key)
+            self._run(key, self.backend.long_rows(step.rows) if too_large else ())
         else:
             graph.replay()
             self.num_replays += 1
@@ -211,8 +213,8 @@ class CUDAGraphRunner:
             size = key.num_rows + (name == "starts")
             getattr(self.inputs, name)[:size].copy_(getattr(stage, name)[:size], non_blocking=True)
 
-    def _run(self, key: GraphKey) -> None:
-        """The step itself, launched or captured."""
+    def _run(self, key: GraphKey, long_rows: Sequence[LongRow] = ()) -> None:
+        """The step itself, launched or captured; ``long_rows`` are only for launched ones."""
         num_rows, table, blocks = key.num_rows, self.states.token_ids, self.states.block_table
         rows = last = self.inputs.rows[:num_rows]
         if key.decode:
@@ -241,6 +243,7 @@ class CUDAGraphRunner:
             max_query_len,
             self.states.max_model_len,
             row_slots=row_slots,
+            long_rows=long_rows,
         )
         hidden = self.model(input_ids, positions, self.kv_cache, metadata)
         if not key.decode:

@@ -70,6 +70,32 @@ def test_steps_beyond_the_graphs(tiny_checkpoint, monkeypatch):
     assert run(path, prompts, GREEDY, attention_backend="triton") == expected
 
 
+def test_long_chunks_through_the_library(tiny_checkpoint, monkeypatch):
+    """Fresh prompts, later chunks and prompts with a cached prefix, in steps with other rows."""
+    pytest.importorskip("triton")
+    from pageserve.attention import triton
+    from pageserve.worker import cuda_graphs
+
+    monkeypatch.setattr(cuda_graphs, "MAX_MIXED_TOKENS", 4)
+    monkeypatch.setattr(cuda_graphs, "TILE", 8)
+    monkeypatch.setattr(triton, "LONG_QUERY", 3)
+    monkeypatch.setattr(triton, "SQUARE", 8)
+    monkeypatch.setattr(triton.TritonBackend, "library_cost", 0.1)
+    rows, attend = [], triton._attend_square
+
+    def noted(query, kv_cache, row, *rest):
+        rows.append(row)
+        attend(query, kv_cache, row, *rest)
+
+    monkeypatch.setattr(triton, "_attend_square", noted)
+    path, prompts = tiny_checkpoint("qwen2", head_dim=16), some_prompts()
+    expected = run(path, prompts, GREEDY, device="cpu", attention_backend="torch_blockwise")
+    options = {"attention_backend": "triton", "max_num_batched_tokens": 9}
+    assert run(path, prompts, GREEDY, max_steps_in_flight=2, **options) == expected
+    assert {row.seq_len > row.num_tokens for row in rows} == {False, True}
+    assert any(row.start > 0 for row in rows)
+
+
 def test_draws_and_special_rows_equal_the_torch_path(tiny_checkpoint):
     """Greedy, drawing, filtered, penalised and logprob rows in one batch: the graph's sampler, the
     eager one and the PyTorch one agree on every token."""
