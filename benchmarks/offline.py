@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from common import machine, read_bandwidth, report
 
+from pageserve.layers import linear as layers_linear
 from pageserve.llm import LLM
 from pageserve.messages import AddRequest
 from pageserve.sampling_params import SamplingParams
@@ -78,20 +79,24 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     options = {k: int(v) for k, v in (o.split("=") for o in args.option)}
+    # Before the engine takes the memory.
+    bandwidth = _copy_bandwidth() if torch.cuda.is_available() else read_bandwidth()
     start = time.perf_counter()
     llm = LLM(model=args.model, dtype=args.dtype, **options)
     load_seconds = time.perf_counter() - start
-    bandwidth = _copy_bandwidth() if torch.cuda.is_available() else read_bandwidth()
     weights = sum(p.numel() * p.element_size() for p in llm.engine.worker.model.parameters())
     print(f"bandwidth {bandwidth / 1e9:.0f} GB/s, weights {weights / 1e9:.2f} GB, so a decode step")
     print(f"takes at least {weights / bandwidth * 1e3:.3f} ms; started in {load_seconds:.1f} s\n")
+    vocab = min(49000, llm.engine.worker.model_config.vocab_size)
     rows = {}
     for spec in args.workload:
         name, count = spec.split(":")
-        requests = workload(name, int(count))
+        requests = workload(name, int(count), vocab=vocab)
         run(llm, requests[: min(len(requests), 8)])  # compile and warm up
         runs = sorted((run(llm, requests) for _ in range(args.repeat)), key=lambda r: r["seconds"])
         median = rows[spec] = runs[len(runs) // 2]
+        if int(count) == 1:  # a step reads every weight at least, so no more than 1
+            median["bandwidth_share"] = weights * median["steps"] / median["seconds"] / bandwidth
         print(
             f"{spec:<14} {median['tokens_per_s']:>10.0f} tok/s  {median['steps']} steps", flush=True
         )
@@ -104,10 +109,31 @@ def main() -> None:
             "weights_gb": weights / 1e9,
             "load_seconds": load_seconds,
             "options": options,
+            "choices": _choices(llm),
             "rows": rows,
         },
         args.json,
     )
+
+
+def _choices(llm: LLM) -> dict[str, Any]:
+    """What was chosen by timing at start-up, with the times in µs."""
+    graphs = llm.engine.worker.runner.graphs
+    if graphs is None or not torch.cuda.is_available():
+        return {}
+    linear = {}
+    for key, times in layers_linear._chooser(graphs.device).times.items():
+        m, n, k, _, *fused = key
+        names = ("bias", "residual", "norm", "silu")
+        with_ = "+".join(name for name, there in zip(names, fused, strict=True) if there)
+        linear[f"m={m} {n}x{k} {with_}"] = dict(sorted(times.items(), key=lambda item: item[1]))
+    backend = graphs.backend
+    return {
+        "linear": linear,
+        "prefill_config": backend.prefill_config,
+        "library_prefill_cost": backend.library_cost,
+        "prefill_ms": dict(backend.times),
+    }
 
 
 def _copy_bandwidth() -> float:
@@ -121,7 +147,10 @@ def _copy_bandwidth() -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return 5 * 2 * source.numel() * 4 / (start.elapsed_time(end) / 1e3)
+    num_bytes = 5 * 2 * source.numel() * source.element_size()
+    del source, target
+    torch.cuda.empty_cache()
+    return num_bytes / (start.elapsed_time(end) / 1e3)
 
 
 if __name__ == "__main__":
