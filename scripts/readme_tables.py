@@ -109,12 +109,13 @@ def gpu_served(result: dict[str, Any]) -> str:
         "**Served over HTTP on the same GPU**, streaming, greedy, token-id prompts; single: 512 in "
         "/ 256 out, chat: log-normal, mean 272 in / 205 out, prefix: 2048 shared + 64 in / 64 out.",
         "",
-        "| model | workload | streams | tokens/s | TTFT p50 / p99 ms | TPOT p50 ms | errors |",
-        "|---|---|---|---|---|---|---|",
+        "| model | workload | streams | tokens/s | TTFT p50/p99 ms | TPOT p50 ms | errors | commit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     out += [
         f"| {r['model']} | {r['workload']} | {r['conc']} | {r['out_tok_s']:,.0f} "
-        f"| {r['ttft_p50']:.0f} / {r['ttft_p99']:.0f} | {r['tpot_p50']:.2f} | {r['errors']} |"
+        f"| {r['ttft_p50']:.0f} / {r['ttft_p99']:.0f} | {r['tpot_p50']:.2f} | {r['errors']} "
+        f"| {r['commit']} |"
         for r in result["rows"]
     ]
     return "\n".join([*out, ""])
