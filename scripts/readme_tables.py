@@ -109,7 +109,7 @@ def gpu_served(result: dict[str, Any]) -> str:
         "**Served over HTTP on the same GPU**, streaming, greedy, token-id prompts; single: 512 in "
         "/ 256 out, chat: log-normal, mean 272 in / 205 out, prefix: 2048 shared + 64 in / 64 out.",
         "",
-        "| model | workload | streams | tokens/s | TTFT p50/p99 ms | TPOT p50 ms | errors | commit |",
+        "| model | workload | streams | tokens/s | TTFT p50/p99 ms | TPOT ms | errors | commit |",
         "|---|---|---|---|---|---|---|---|",
     ]
     out += [
