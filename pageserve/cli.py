@@ -18,8 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
-    parser = argparse.ArgumentParser(prog="pageserve", description=__doc__)
-    parser.add_argument("command", choices=commands)
+    parser = argparse.ArgumentParser(prog="pageserve", description="A self-hosted LLM server.")
+    parser.add_argument(
+        "command",
+        choices=commands,
+        help="serve the OpenAI API, chat with a server, or plan memory; each has its own --help",
+    )
     parser.parse_args(argv[:1])
     return 2  # parse_args has left already, unless argv was a bare --help
 
@@ -64,6 +68,7 @@ def _parse(
 ) -> tuple[EngineConfig, ServerArgs]:
     parser = argparse.ArgumentParser(
         prog=f"pageserve {command}",
+        usage="%(prog)s [flags]",  # a list of all flags would be longer than the sections below
         description=description,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
@@ -92,6 +97,7 @@ def _plan_text(config: EngineConfig) -> str:
         free_bytes=free_device_bytes(config, reserve=num_params),
     )
     scheduler = config.scheduler
+    num_tokens = memory.num_blocks * memory.block_size
     size = f"{num_params / 1e6:.1f} M parameters"
     rows = [
         ("model", f"{config.model.model} ({model.architecture}, {size})"),
@@ -102,8 +108,8 @@ def _plan_text(config: EngineConfig) -> str:
             f"{memory.pool_bytes / GIB:.2f} GiB: {memory.num_blocks} blocks of "
             f"{memory.block_size} tokens, {memory.block_bytes / 2**10:.0f} KiB each",
         ),
-        ("tokens resident", f"{memory.num_blocks * memory.block_size}"),
-        ("max model length", f"{memory.max_model_len} tokens"),
+        ("tokens resident", f"{num_tokens}"),
+        ("longest request", f"{min(memory.max_model_len, num_tokens + 1)} tokens"),
         (
             "max concurrency",
             f"{memory.max_concurrency:.1f} requests of full length "

@@ -7,8 +7,10 @@ returns a new object; nothing is ever mutated.
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -28,14 +30,55 @@ def _opt(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+class _Checked:
+    """Checks each field's value when an object is made, from flags or from keywords."""
+
+    def __post_init__(self) -> None:
+        """Raise :class:`ConfigError` naming the flag of the first impossible value."""
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if value is not None:
+                _check(flag_of(f.name), value, hints[f.name], f.metadata)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _check(flag: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None:
+    choices = _unwrap(hint)[1]
+    if choices and value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value}")
+    low, high = metadata.get("min"), metadata.get("max")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag} must be a finite number, got {value}")
+    if low is not None and value < low:
+        raise ConfigError(f"{flag} must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise ConfigError(f"{flag} must be at most {high}, got {value}")
+
+
+def _unwrap(hint: Any) -> tuple[type, tuple[str, ...], bool]:
+    """Return (value type, choices, repeatable) of a field's type hint."""
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint), False
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], (), True
+    if isinstance(hint, types.UnionType):
+        return next(t for t in typing.get_args(hint) if t is not type(None)), (), False
+    return hint, (), False
+
+
 @dataclass(frozen=True)
-class ModelArgs:
+class ModelArgs(_Checked):
     """Which model, in which precision, on which device."""
 
     model: str = _opt(DEMO_MODEL, "directory, hub id or .gguf file (default: the embedded model)")
     served_model_name: tuple[str, ...] = _opt((), "names the API answers to (default: the model)")
     device: Device = _opt("auto", "where to run")
-    dtype: Dtype = _opt("auto", "working precision (auto: float32 on CPU, else the checkpoint's)")
+    dtype: Dtype = _opt("auto", "precision (default: float32 on CPU, else the checkpoint's)")
     max_model_len: int | None = _opt(None, "longest prompt + output in tokens", min=1)
     attention_backend: Backend = _opt("auto", "attention implementation")
     chat_template: str | None = _opt(None, "file with a Jinja chat template")
@@ -44,7 +87,7 @@ class ModelArgs:
 
 
 @dataclass(frozen=True)
-class CacheArgs:
+class CacheArgs(_Checked):
     """The paged KV pool."""
 
     block_size: int = _opt(16, "tokens per KV block", min=1, max=1024)
@@ -53,11 +96,17 @@ class CacheArgs:
     )
     kv_cache_memory: float | None = _opt(None, "size of the pool in GiB", min=0)
     gpu_memory_utilization: float = _opt(0.9, "share of GPU memory to use", min=0.05, max=1)
-    enable_prefix_caching: bool = _opt(True, "reuse KV blocks of equal prompt prefixes")
+    enable_prefix_caching: bool = _opt(True, "reuse blocks of equal prompt prefixes (default: yes)")
+
+    def __post_init__(self) -> None:
+        """Raise :class:`ConfigError` for impossible or contradicting values."""
+        super().__post_init__()
+        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("give --num-kv-blocks or --kv-cache-memory, not both")
 
 
 @dataclass(frozen=True)
-class SchedulerArgs:
+class SchedulerArgs(_Checked):
     """What runs in a step."""
 
     max_num_seqs: int | None = _opt(None, "requests per step (default: 32, 512 on GPU)", min=1)
@@ -72,7 +121,7 @@ class SchedulerArgs:
 
 
 @dataclass(frozen=True)
-class ServerArgs:
+class ServerArgs(_Checked):
     """The HTTP side."""
 
     host: str = _opt("127.0.0.1", "address to listen on")
@@ -155,13 +204,11 @@ def from_flags(namespace: argparse.Namespace) -> tuple[EngineConfig, ServerArgs]
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
     engine = EngineConfig(build(ModelArgs), build(CacheArgs), build(SchedulerArgs))
-    if engine.cache.num_kv_blocks is not None and engine.cache.kv_cache_memory is not None:
-        raise ConfigError("give --num-kv-blocks or --kv-cache-memory, not both")
     return engine, build(ServerArgs)
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any], hint: Any) -> None:
-    name = "--" + f.name.replace("_", "-")
+    name = flag_of(f.name)
     text = f.metadata["help"].replace("%", "%%")
     kind, choices, repeat = _unwrap(hint)
     if kind is bool:
@@ -177,32 +224,6 @@ def _add_flag(section: Any, f: dataclasses.Field[Any], hint: Any) -> None:
     if choices:
         options["choices"] = choices
     else:
-        options["type"] = _bounded(kind, f.metadata.get("min"), f.metadata.get("max"))
+        options["type"] = kind
         options["metavar"] = {int: "N", float: "X"}.get(kind, "S")
     section.add_argument(name, **options)
-
-
-def _unwrap(hint: Any) -> tuple[type, tuple[str, ...], bool]:
-    """Return (value type, choices, repeatable) of a field's type hint."""
-    if typing.get_origin(hint) is Literal:
-        return str, typing.get_args(hint), False
-    if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], (), True
-    if isinstance(hint, types.UnionType):
-        return next(t for t in typing.get_args(hint) if t is not type(None)), (), False
-    return hint, (), False
-
-
-def _bounded(kind: type, low: float | None, high: float | None) -> Any:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if kind is not str and not (value == value and abs(value) != float("inf")):
-            raise argparse.ArgumentTypeError("must be a finite number")
-        if low is not None and value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
-        if high is not None and value > high:
-            raise argparse.ArgumentTypeError(f"must be at most {high}, got {text}")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse

@@ -31,7 +31,8 @@ DEMO_FILE_BYTES = 98362432
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "vocab*", "merges*"]
-_HUB_IGNORED = ["*/*", "consolidated*"]
+# No copies of the weights in folders; of folders only additional_chat_templates is of use.
+_HUB_IGNORED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "*/*/*", "consolidated*"]
 _POLL_SECONDS = 0.2
 
 

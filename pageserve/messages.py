@@ -1,7 +1,8 @@
 """Everything that crosses a process or the line between core and worker, and nothing else.
 
 Client ⇄ engine: :class:`AddRequest`, :class:`AbortRequests`, :class:`Shutdown` one way;
-:class:`LoadProgress`, :class:`EngineReady`, :class:`StepOutputs`, :class:`EngineDead` back.
+:class:`LoadProgress`, :class:`EngineLog`, :class:`EngineReady`, :class:`StepOutputs`,
+:class:`EngineDead` back.
 Core → worker: :class:`SchedulerOutput`; worker → core: :class:`ModelRunnerOutput`.
 Only ids and numbers travel, never text or tensors. Times are ``time.monotonic()`` seconds, which
 all processes of one host share.
@@ -130,7 +131,14 @@ class EngineDead(msgspec.Struct, tag="dead", array_like=True, gc=False):
     message: str
 
 
-EngineMessage = StepOutputs | LoadProgress | EngineReady | EngineDead
+class EngineLog(msgspec.Struct, tag="log", array_like=True, gc=False):
+    """A line for the log, which the front-end writes; ``level`` as in :mod:`logging`."""
+
+    level: int
+    message: str
+
+
+EngineMessage = StepOutputs | LoadProgress | EngineReady | EngineLog | EngineDead
 
 
 # --- core → worker → core -------------------------------------------------------------------------

@@ -44,6 +44,8 @@ def run_server(config: EngineConfig, args: ServerArgs) -> int:
         format="%(message)s",
         handlers=[RichHandler(console=console, show_path=False, omit_repeated_times=False)],
     )
+    for name in ("uvicorn", "uvicorn.error"):  # its life is ours, and told by us
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         listener = bind(args.host, args.port)
     except OSError as error:
@@ -125,16 +127,18 @@ class _Lifecycle:
         work = [asyncio.create_task(self._load()), asyncio.create_task(self._log_load())]
         leaving = asyncio.create_task(self.leave.wait())
         died = asyncio.create_task(self.client.stopped.wait())
-        await asyncio.wait([leaving, died, work[0], serving], return_when=asyncio.FIRST_COMPLETED)
-        if work[0].done() and not work[0].cancelled() and work[0].exception() is None:
-            await asyncio.wait([leaving, died, serving], return_when=asyncio.FIRST_COMPLETED)
-        code = await self._part(work[0])
-        for task in (*work, leaving, died):
-            task.cancel()
-        await self.client.stop()
-        self.http.should_exit = True
-        await serving
-        return code
+        first = asyncio.FIRST_COMPLETED
+        try:
+            await asyncio.wait([leaving, died, work[0], serving], return_when=first)
+            if work[0].done() and work[0].exception() is None:
+                await asyncio.wait([leaving, died, serving], return_when=first)
+            return await self._part(work[0])
+        finally:  # an engine left running would keep this process from ending
+            for task in (*work, leaving, died):
+                task.cancel()
+            await self.client.stop()
+            self.http.should_exit = True
+            await serving
 
     async def _part(self, load: asyncio.Task[None]) -> int:
         """Drain, or say why there is nothing left to serve; returns the exit code."""
@@ -164,6 +168,8 @@ class _Lifecycle:
         shown = asyncio.create_task(self._show_progress())
 
         def note(phase: str, done: int, total: int) -> None:
+            if self.leave.is_set():  # nothing else ends a thread
+                raise InterruptedError("told to leave")
             self.client.progress = LoadProgress(phase, done, total)
 
         try:
@@ -197,6 +203,7 @@ class _Lifecycle:
                 now = self.client.progress
                 if now.phase != phase:
                     phase = now.phase
+                    bars.remove_task(task)
                     task = bars.add_task(phase, total=now.total or None)
                     if not self.console.is_terminal:
                         logger.info("%s", phase)

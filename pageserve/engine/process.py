@@ -32,6 +32,7 @@ from pageserve.messages import (
     AbortRequests,
     AddRequest,
     EngineDead,
+    EngineLog,
     EngineMessage,
     EngineReady,
     EngineRequest,
@@ -65,6 +66,9 @@ def run_engine(config: EngineConfig, request_address: str, output_address: str) 
     def send(message: EngineMessage) -> None:
         outputs.send(encoder.encode(message))
 
+    package = logging.getLogger("pageserve")
+    package.setLevel(logging.DEBUG)  # the front-end's own level decides what is shown
+    package.addHandler(_LogSender(send))
     try:
         _serve(config, requests, send)
         code = 0
@@ -74,6 +78,18 @@ def run_engine(config: EngineConfig, request_address: str, output_address: str) 
         code = 1
     context.destroy(linger=2000)
     sys.exit(code)
+
+
+class _LogSender(logging.Handler):
+    """Hands log lines to the front-end: one process writes to the terminal, around its bars."""
+
+    def __init__(self, send: Callable[[EngineMessage], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record, its traceback included."""
+        self._send(EngineLog(record.levelno, self.format(record)))
 
 
 def _serve(
@@ -247,6 +263,7 @@ class ProcessClient:
         """Send the request now; see :class:`EngineClient`."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
+        assert self.ready is not None, "nothing is submitted before the engine is ready"
         assert request.request_id not in self._streams, "request ids are unique"
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
         if len(self._streams) == 1:
@@ -265,7 +282,10 @@ class ProcessClient:
 
     def _send(self, message: EngineRequest) -> None:
         # The socket has no high-water mark, so this never blocks and needs no task.
-        self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+        try:
+            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # nobody there: the engine has just died, and _watch ends the streams
+            logger.debug("no engine to take %s", type(message).__name__)
 
     async def _pump(self) -> None:
         decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -280,6 +300,8 @@ class ProcessClient:
                 self.progress = message
             elif isinstance(message, EngineReady):
                 self.ready = message
+            elif isinstance(message, EngineLog):
+                logger.log(message.level, "%s", message.message)
             else:
                 self._die(message.message)
 

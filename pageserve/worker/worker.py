@@ -19,7 +19,7 @@ from pageserve.messages import SchedulerOutput
 from pageserve.model_config import ModelConfig, load_model_config
 from pageserve.models import load_model
 from pageserve.tokenizer import load_tokenizer
-from pageserve.worker.memory import DTYPE_BYTES, plan_memory
+from pageserve.worker.memory import DTYPE_BYTES, GIB, MemoryPlan, plan_memory
 from pageserve.worker.model_runner import ModelRunner, StepHandle
 
 logger = logging.getLogger("pageserve.worker")
@@ -61,16 +61,7 @@ class Worker:
         )
         self.num_kv_blocks = plan.num_blocks
         model = self.model_config
-        kv_cache = torch.zeros(
-            model.num_layers,
-            2,
-            plan.num_blocks,
-            model.num_kv_heads,
-            plan.block_size,
-            model.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        kv_cache = allocate_kv_cache(plan, model, dtype, device)
         self.runner = ModelRunner(
             self.model,
             backend,
@@ -92,10 +83,12 @@ class Worker:
             config.model.attention_backend,
             plan.num_blocks,
             plan.block_size,
-            plan.pool_bytes / 2**30,
+            plan.pool_bytes / GIB,
             plan.max_concurrency,
             plan.max_model_len,
         )
+        if model.context_note:
+            logger.warning("%s", model.context_note)
 
     def _use_graphs(
         self, config: EngineConfig, progress: Callable[[str, int, int], None] | None
@@ -121,6 +114,23 @@ class Worker:
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step."""
         return self.runner.execute(step)
+
+
+def allocate_kv_cache(
+    plan: MemoryPlan, model: ModelConfig, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """Return the pool, zeroed: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+
+    Raises :class:`ConfigError` if the device has not that much memory.
+    """
+    shape = (model.num_layers, 2, plan.num_blocks, model.num_kv_heads, plan.block_size)
+    try:
+        return torch.zeros(*shape, model.head_dim, dtype=dtype, device=device)
+    except RuntimeError as error:  # also what the host's allocator raises
+        raise ConfigError(
+            f"no memory for a KV pool of {plan.pool_bytes / GIB:.2f} GiB on {device}: lower "
+            "--num-kv-blocks, --kv-cache-memory or --gpu-memory-utilization"
+        ) from error
 
 
 def choose_device(wanted: str) -> str:
