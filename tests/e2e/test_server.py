@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -216,3 +217,19 @@ def test_impossible_flags_name_the_flag(flags, words):
     assert result.returncode != 0
     assert words in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_model_without_a_tokenizer_says_so(tiny_checkpoint, tmp_path):
+    path = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    result = run_to_exit(["--model", str(path), "--port", "0"])
+    assert result.returncode != 0
+    assert "tokenizer.json" in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_any_failure_while_loading_ends_the_process(tiny_checkpoint, tmp_path):
+    """Also one that nobody foresaw: the engine beside must not keep the process from ending."""
+    path = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
+    (path / "generation_config.json").write_text('["not", "an", "object"]')
+    assert run_to_exit(["--model", str(path), "--port", "0"], timeout=60).returncode != 0

@@ -4,6 +4,7 @@ import io
 import zipfile
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from pageserve import hub
 from pageserve.checkpoint import ModelError
@@ -109,3 +110,19 @@ def test_embedded_model_without_an_index(empty_cache, monkeypatch):
 def test_embedded_model_is_the_published_file(demo_gguf):
     assert demo_gguf.name == hub.DEMO_FILE
     hub._check_sha256(demo_gguf, hub.DEMO_FILE_SHA256)
+
+
+def test_of_the_folders_of_a_hub_model_only_chat_templates_are_fetched():
+    wanted = [
+        "additional_chat_templates/tool_use.jinja",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    left = ["onnx/config.json", "original/model.safetensors", "adapters/a/x.safetensors"]
+    left += ["consolidated.safetensors", "pytorch_model.bin", "README.md"]
+    found = filter_repo_objects(
+        wanted + left, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._HUB_IGNORED
+    )
+    assert sorted(found) == wanted
