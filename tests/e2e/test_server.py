@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import httpx
 import openai
 import pytest
-from server_process import ServerProcess, run_to_exit
+from server_process import ROOT, ServerProcess, run_to_exit
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "extra_body": {"repetition_penalty": 1.0}}
@@ -228,8 +230,16 @@ def test_model_without_a_tokenizer_says_so(tiny_checkpoint, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_any_failure_while_loading_ends_the_process(tiny_checkpoint, tmp_path):
+def test_any_failure_while_loading_ends_the_process(tiny_checkpoint):
     """Also one that nobody foresaw: the engine beside must not keep the process from ending."""
-    path = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
-    (path / "generation_config.json").write_text('["not", "an", "object"]')
-    assert run_to_exit(["--model", str(path), "--port", "0"], timeout=60).returncode != 0
+    flags = ["--model", str(tiny_checkpoint("llama")), "--port", "0"]
+    program = (
+        "from pageserve import cli\n"
+        "from pageserve.api import server\n"
+        "server.load_generation_defaults = lambda path: 1 / 0\n"
+        f"raise SystemExit(cli.serve({flags!r}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
