@@ -19,7 +19,8 @@ def run_chat(
 ) -> int:
     """Read lines from the terminal and stream the answers until end of input; 0 if all went well.
 
-    An empty line or Ctrl-D leaves. Errors of the server are printed and the turn is dropped.
+    An empty line or Ctrl-D leaves, Ctrl-C ends an answer. Errors of the server are printed and the
+    turn is dropped.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -30,12 +31,15 @@ def run_chat(
             messages.append({"role": "user", "content": line})
             body = {k: v for k, v in options.items() if v is not None}
             body |= {"messages": messages, "stream": True}
+            answer = ""
             try:
-                answer = ""
                 for piece in stream_answer(http, body):
                     answer += piece
                     print(piece, end="", flush=True)
                 print()
+                messages.append({"role": "assistant", "content": answer})
+            except KeyboardInterrupt:  # ends the answer, not the conversation
+                print(" …")
                 messages.append({"role": "assistant", "content": answer})
             except (httpx.HTTPError, ChatError) as error:
                 print(f"\nchat: {error}", file=sys.stderr)

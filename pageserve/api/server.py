@@ -39,11 +39,15 @@ FAREWELL = 0.5  # seconds for error frames to reach their clients after the engi
 def run_server(config: EngineConfig, args: ServerArgs) -> int:
     """Serve until a signal or the engine's death and return the process's exit code."""
     console = Console(stderr=True)
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="%(message)s",
-        handlers=[RichHandler(console=console, show_path=False, omit_repeated_times=False)],
-    )
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(
+            console=console, show_path=False, omit_repeated_times=False
+        )
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:  # a file or a pipe: one line each, nothing wrapped
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=args.log_level.upper(), handlers=[handler])
     for name in ("uvicorn", "uvicorn.error"):  # its life is ours, and told by us
         logging.getLogger(name).setLevel(logging.WARNING)
     try:

@@ -175,6 +175,25 @@ def test_sigterm_drains():
         assert server.process.wait(10) == 0
 
 
+@pytest.mark.parametrize("loading", [True, False], ids=["loading", "idle"])
+def test_sigterm_with_nothing_to_drain_leaves_at_once(loading):
+    """C132: within 2 s, also in the middle of a load."""
+    with ServerProcess("--max-model-len", "256", wait_ready=not loading) as server:
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - start < 4  # 2 s, and room for a busy machine
+
+
+def test_port_is_free_again_at_once():
+    """C139: a socket in TIME_WAIT does not keep the next server from starting."""
+    with ServerProcess("--max-model-len", "256", wait_ready=False) as first:
+        first.get("/live")
+        port = first.port
+    with ServerProcess("--port", str(port), wait_ready=False) as second:
+        assert second.port == port
+
+
 def test_interrupts_of_the_whole_group():
     """C132: Ctrl-C reaches the engine too; the first drains, the second leaves within a second."""
     with ServerProcess("--max-model-len", "1024") as server:
