@@ -85,7 +85,7 @@ class CUDAGraphRunner:
         self.backend = TritonBackend()
         self.row_sizes = row_buckets(max_num_seqs)
         self.token_sizes = token_buckets(max_num_batched_tokens)
-        self.mixed_row_sizes = sorted({min(n, max_num_seqs) for n in (64, 256, 1024)})
+        self.mixed_row_sizes = [n for n in (64, 256) if n < max_num_seqs] + [max_num_seqs]
 
         self.inputs = _make_stage(max_num_seqs, device=self.device)
         self._decode_buffers = {n: InputBuffers.allocate(n, self.device) for n in self.row_sizes}
