@@ -45,7 +45,7 @@ from pageserve.messages import (
 
 logger = logging.getLogger("pageserve.engine")
 
-IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent still lives
+IDLE_POLL_MS = 1000  # how long an idle engine waits before it looks for its parent
 STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
 
 
@@ -103,7 +103,9 @@ def _serve(
     decoder = msgspec.msgpack.Decoder(EngineRequest)
     while True:
         outputs: list[RequestOutput] = []
-        if not core.has_work() and not requests.poll(IDLE_POLL_MS) and os.getppid() != parent:
+        if not core.has_work():
+            requests.poll(IDLE_POLL_MS)
+        if os.getppid() != parent:  # also with work: nobody would take its outputs
             return
         while requests.poll(0):
             request = decoder.decode(requests.recv())

@@ -4,6 +4,7 @@ Some engines here are functions of this module, run in the spawned process in pl
 """
 
 import asyncio
+import itertools
 import logging
 import time
 
@@ -13,7 +14,7 @@ from pageserve.config import CacheArgs, EngineConfig, ModelArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError
 from pageserve.engine.process import ProcessClient, RequestStream, run_engine
-from pageserve.messages import AddRequest, RequestOutput, TokenLogprobs
+from pageserve.messages import AddRequest, RequestOutput, SchedulerStats, TokenLogprobs
 from pageserve.sampling_params import SamplingParams
 
 
@@ -241,3 +242,32 @@ def test_stop_while_loading_does_not_wait_for_the_load(monkeypatch):
         assert client.dead is None, "it was told to go"
 
     asyncio.run(run())
+
+
+def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
+    class Busy:
+        ready, num_steps = None, 0
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def has_work(self) -> bool:
+            return True
+
+        def step(self) -> list[RequestOutput]:
+            Busy.num_steps += 1
+            assert Busy.num_steps < 100, "works for nobody"
+            return []
+
+        def stats(self) -> SchedulerStats:
+            return SchedulerStats()
+
+    class Silent:
+        def poll(self, _: int) -> int:
+            return 0
+
+    parents = itertools.chain([7] * 4, itertools.repeat(1))
+    monkeypatch.setattr(core, "EngineCore", Busy)
+    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    process._serve(EngineConfig(), Silent(), lambda _: None)
+    assert Busy.num_steps == 3
