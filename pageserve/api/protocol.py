@@ -230,7 +230,7 @@ class GenerationRequest(_Body):
     truncate_prompt_tokens: Annotated[Int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     return_token_ids: bool = False
-    priority: Int = 0
+    priority: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] = 0
     cache_salt: Annotated[str, BeforeValidator(_cache_salt)] | None = None
     deadline_ms: Annotated[Int, Field(ge=1, le=86_400_000)] | None = None
     request_id: Annotated[str, Field(max_length=128)] | None = None

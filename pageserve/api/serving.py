@@ -31,6 +31,7 @@ from pageserve.tokenizer import Tokenizer
 logger = logging.getLogger("pageserve.api")
 
 BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, so as good as none
 MAX_IGNORED_NAMES = 20
 MAX_WARNED_NAMES = 1000
 
@@ -150,6 +151,8 @@ def sampling_params(
         else getattr(context.defaults, name)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     }
+    if chosen["top_k"] is not None:  # any integer is welcome, but the engine's are 32 bits wide
+        chosen["top_k"] = min(chosen["top_k"], MAX_TOP_K)
     params = SamplingParams(
         **{name: value for name, value in chosen.items() if value is not None},
         frequency_penalty=request.frequency_penalty,

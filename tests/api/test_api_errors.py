@@ -88,6 +88,7 @@ CHAT_CASES = [
     ({"cache_salt": "a/b"}, "invalid_value", "cache_salt"),
     ({"cache_salt": "a" * 129}, "invalid_value", "cache_salt"),
     ({"priority": 1}, "unsupported_parameter", "priority"),
+    ({"priority": 2**63}, "integer_above_max_value", "priority"),
     ({"deadline_ms": 0}, "integer_below_min_value", "deadline_ms"),
     ({"user": "u" * 513}, "string_above_max_length", "user"),
     ({"reasoning_effort": "huge"}, "invalid_value", "reasoning_effort"),

@@ -103,6 +103,10 @@ def test_numbers_are_read_strictly_but_integral_floats_are_integers(api):
     assert (params.max_tokens, params.seed, params.top_k) == (3, 5, 2)
 
 
+def test_any_top_k_crosses_to_the_engine(api):
+    assert params_of(api, top_k=10**30).top_k == params_of(api, top_k=2**31).top_k == 2**31 - 1
+
+
 def test_seed_minus_one_is_random(api):
     assert params_of(api, seed=-1).seed is None
     assert params_of(api, seed=0).seed == 0
