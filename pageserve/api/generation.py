@@ -129,14 +129,14 @@ class Generation:
             await stream.aclose()
 
     async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
-        queue: asyncio.Queue[tuple[int, TextOutput] | APIError] = asyncio.Queue(MERGE_AHEAD)
+        queue: asyncio.Queue[tuple[int, TextOutput] | Exception] = asyncio.Queue(MERGE_AHEAD)
 
         async def feed(index: int) -> None:
             try:
                 async with aclosing(self._run(index)) as stream:
                     async for item in stream:
                         await queue.put(item)
-            except APIError as error:
+            except Exception as error:  # a bug, too, must reach the reader, who would wait for ever
                 await queue.put(error)
 
         tasks = [asyncio.create_task(feed(i)) for i in range(len(self._sequences))]
@@ -144,7 +144,7 @@ class Generation:
             unfinished = len(tasks)
             while unfinished:
                 item = await queue.get()
-                if isinstance(item, APIError):
+                if isinstance(item, Exception):
                     raise item
                 yield item
                 unfinished -= item[1].finish_reason is not None

@@ -365,6 +365,19 @@ def test_bug_inside_a_stream_is_an_error_frame(api, monkeypatch, caplog):
 # --- drain ----------------------------------------------------------------------------------------
 
 
+def test_bug_in_one_of_several_sequences_ends_their_request(api, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pageserve.api.generation.generate", broken)
+        response = api.cmpl(prompt=["a", "b"])
+        assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+        *_, last = events_of(api.cmpl(prompt=["a", "b"], stream=True).text)
+        assert last["error"]["code"] == "internal_error"
+    api.check_alive()
+
+
 def test_drain_lets_running_requests_finish(make_api):
     api = make_api(step_delay=0.005, script=[65] * 20)
 
