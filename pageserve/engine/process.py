@@ -267,10 +267,10 @@ class ProcessClient:
             raise EngineDeadError(self.dead)
         assert self.ready is not None, "nothing is submitted before the engine is ready"
         assert request.request_id not in self._streams, "request ids are unique"
+        self._send(request)  # raises for what msgpack cannot say, and then no stream is left
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
         if len(self._streams) == 1:
             self._last_message = time.monotonic()
-        self._send(request)
         return stream
 
     def abort(self, request_ids: list[str]) -> None:

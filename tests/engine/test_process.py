@@ -131,6 +131,11 @@ def test_life_of_an_engine_process(tiny_checkpoint, caplog):
         )
         await start(client)
         assert client.dead is None and client.busy_since is None
+        unspeakable = request("unspeakable")
+        unspeakable.priority = 2**64
+        with pytest.raises(OverflowError):
+            client.submit(unspeakable)
+        assert client.busy_since is None, "nothing waits for a request that was never sent"
         late = client.submit(request("late", 20))
         closed = client.submit(request("closed"))
         aborted = client.submit(request("aborted"))
