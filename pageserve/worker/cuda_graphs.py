@@ -5,7 +5,7 @@ so the host sends some bytes and one launch a step. There are two kinds of bucke
 one token per row, and mixed steps, in which ``num_tokens`` are shared among the rows in any way.
 Padding rows have slot -1: they read token 0, write no KV and attend to nothing.
 
-Rows with penalties, biases or log probabilities are not for the graphs: see ``can_run``.
+Rows with penalties, biases or log probabilities are not for the graphs: see ``key_for``.
 """
 
 from collections.abc import Callable, Sequence
