@@ -234,6 +234,7 @@ class ProcessClient:
             asyncio.create_task(self._pump()),
             asyncio.create_task(self._watch(self._process)),
         ]
+        self._tasks[0].add_done_callback(self._pump_ended)
 
     async def stop(self) -> None:
         """Ask the engine to leave, kill it if it does not; no stream may be open any more."""
@@ -260,6 +261,7 @@ class ProcessClient:
         """End the engine process at once, without waiting."""
         if self._process is not None:
             self._process.kill()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
         """Send the request now; see :class:`EngineClient`."""
@@ -306,6 +308,12 @@ class ProcessClient:
                 logger.log(message.level, "%s", message.message)
             else:
                 self._die(message.message)
+
+    def _pump_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in reading outputs must end the streams, which would wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(f"the engine's outputs cannot be read: {error}")
+            self.kill()
 
     def _deliver(self, output: RequestOutput) -> None:
         if output.finish_reason is None:

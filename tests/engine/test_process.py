@@ -9,6 +9,7 @@ import logging
 import time
 
 import pytest
+import zmq
 
 from pageserve.config import CacheArgs, EngineConfig, ModelArgs
 from pageserve.engine import core, process
@@ -55,6 +56,15 @@ def failing_engine(*args) -> None:
 
     core.EngineCore.step = fail
     run_engine(*args)
+
+
+def unreadable_engine(config, request_address: str, output_address: str) -> None:
+    """An engine whose first message is no message."""
+    context = zmq.Context()
+    outputs = context.socket(zmq.PUSH)
+    outputs.connect(output_address)
+    outputs.send(b"\xc1")
+    time.sleep(60)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -217,6 +227,21 @@ def test_what_the_user_can_mend_reaches_the_operator(tmp_path):
 
 
 # --- while loading --------------------------------------------------------------------------------
+
+
+def test_outputs_that_cannot_be_read_end_the_engine(monkeypatch):
+    """Nobody would ever read another one, and every stream would wait for ever."""
+
+    async def live() -> None:
+        monkeypatch.setattr(process, "run_engine", unreadable_engine)
+        client = ProcessClient(config("nothing"))
+        await client.start()
+        await until(lambda: client.dead is not None)
+        assert "cannot be read" in client.dead
+        await until(client.stopped.is_set)
+        await client.stop()
+
+    asyncio.run(live())
 
 
 def test_killed_before_it_was_ready(monkeypatch):
