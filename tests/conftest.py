@@ -13,11 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from helpers import cached_folder, make_demo_llama, make_demo_qwen2, make_tiny_checkpoint
 
 from pageserve.config import DEMO_MODEL
 from pageserve.hub import resolve_model
+
+# The same examples every time, so that a run says something of the change it tests; look for new
+# ones with HYPOTHESIS_PROFILE=random.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+hypothesis.settings.register_profile("random", derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 torch.set_num_threads(min(2, int(os.environ.get("OMP_NUM_THREADS", "2"))))
 

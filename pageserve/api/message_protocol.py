@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from pageserve.api.errors import invalid, quote
 
 MAX_MESSAGES = 4096
+ASSISTANT_ONLY = ("refusal", "reasoning", "reasoning_content", "tool_calls")
 Message = dict[str, Any]
 
 
@@ -39,6 +40,8 @@ def _check_message(value: Any, path: str) -> Message:
         invalid("invalid_value", f"role must be one of {roles}, got {quote(role)}", path + ".role")
     if "name" in message:
         _string(message, "name", path)
+    if role != "assistant":  # elsewhere they are unknown members, unchecked and without meaning
+        message = {k: v for k, v in message.items() if k not in ASSISTANT_ONLY}
     check(message, path)
     return message
 

@@ -255,3 +255,15 @@ def test_any_text_is_a_prompt(api, char):
         "/v1/completions", content=body.encode(), headers={"content-type": "application/json"}
     )
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("key", ["tool_calls", "refusal", "reasoning", "reasoning_content"])
+def test_members_of_another_role_mean_nothing(api, role, key):
+    """They are not checked there, so the template must not see them: false was a 500."""
+    message = {"role": role, "content": "hi", "tool_call_id": "x"}
+    expected = api.chat(messages=[message], max_tokens=2).json()["usage"]["prompt_tokens"]
+    for value in (False, 7, [1], {"a": 1}):
+        reply = api.chat(messages=[{**message, key: value}], max_tokens=2)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["prompt_tokens"] == expected
