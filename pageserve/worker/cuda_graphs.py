@@ -95,7 +95,6 @@ class CUDAGraphRunner:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
         self._sampling = _SamplingTable(max_num_seqs, self.device)
-        self.num_replays = 0
 
     def keys(self) -> list[GraphKey]:
         """Buckets to capture at start-up, largest first, so that the smaller ones reuse the memory
@@ -176,7 +175,6 @@ class CUDAGraphRunner:
             self._run(key, self.backend.long_rows(step.rows) if too_large else ())
         else:
             graph.replay()
-            self.num_replays += 1
         stage.sampled[:num_rows].copy_(self.inputs.sampled[:num_rows], non_blocking=True)
         return stage.sampled[:num_rows]
 
