@@ -24,7 +24,12 @@ PROMPT_TOO_LONG = "prompt_too_long:"  # how the error of a prompt that can never
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, gc=False):
     """A tokenised request. ``request_id`` is the server's own and unique; lower ``priority`` runs
-    first; ``cache_salt`` keeps its prefix-cache blocks apart from other salts'."""
+    first; ``cache_salt`` keeps its prefix-cache blocks apart from other salts'.
+
+    ``parent_id`` names a request with the same prompt, sent just before, whose prompt blocks this
+    one shares (n > 1). ``grammar`` is what the output must match, in a form that llguidance reads
+    and the client has checked; with ``grammar_trigger_ids`` it is in force only behind one of
+    these tokens, and everything is free before."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -32,6 +37,9 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, gc=False):
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
+    parent_id: str | None = None
+    grammar: str | None = None
+    grammar_trigger_ids: list[int] = []
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False):
@@ -63,7 +71,9 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step released for one request. Exactly one output per request has a
     ``finish_reason``. ``stop_reason`` is the id of ``stop_token_ids`` that ended it, if one did;
     ``error`` says what went wrong when ``finish_reason`` is ``error``. ``scheduled_time`` is when
-    the request first ran."""
+    the request first ran. ``prompt_logprobs`` has one entry for each prompt token but the first,
+    as far as this step computed them. ``grammar_ended`` says that the last token completed the
+    grammar: it is text, where any other token that stops a request is not."""
 
     request_id: str
     new_token_ids: list[int]
@@ -74,6 +84,8 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     scheduled_time: float = 0.0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    grammar_ended: bool = False
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

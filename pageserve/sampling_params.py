@@ -26,7 +26,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters, named as in vLLM. ``temperature`` below 1e-5 means greedy.
 
     ``max_tokens`` None means as many as fit the context. ``logprobs`` None asks for none, 0 for the
-    chosen token's only, k for the k best as well. ``seed`` None lets the engine draw one.
+    chosen token's only, k for the k best as well; ``prompt_logprobs`` means the same for the tokens
+    of the prompt. ``seed`` None lets the engine draw one.
     ``stop`` strings are matched by the front-end on text; the engine stops on ids only.
     """
 
@@ -49,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -86,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         for token_id, bias in (self.logit_bias or {}).items():
             _token_id("logit_bias", token_id, vocab_size)
             _decimal("logit_bias", bias, -100, 100)
