@@ -33,7 +33,11 @@ def serve(argv: Sequence[str]) -> int:
     from pageserve.api.server import run_server
 
     config, server_args = _parse("serve", "Serve the OpenAI API.", argv)
-    return run_server(config, server_args)
+    try:
+        return run_server(config, server_args)
+    except ConfigError as error:
+        print(f"pageserve serve: {error}", file=sys.stderr)
+        return 2
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -127,6 +127,8 @@ class ServerArgs(_Checked):
     host: str = _opt("127.0.0.1", "address to listen on")
     port: int = _opt(8000, "port to listen on (0: any free one)", min=0, max=65535)
     api_key: tuple[str, ...] = _opt((), "accept these bearer keys only (repeatable)")
+    api_keys_file: str | None = _opt(None, "TOML or JSON file of keys with names and limits")
+    protect_metrics: bool = _opt(False, "ask for a key on /metrics too")
     root_path: str = _opt("", "URL prefix added by a proxy")
     allow_origin: tuple[str, ...] = _opt((), "CORS origin to allow (repeatable)")
     strict_params: bool = _opt(False, "refuse unknown request fields instead of listing them")

@@ -27,7 +27,11 @@ from pageserve.api.protocol import (
 from pageserve.api.tokenize import detokenize, tokenize
 
 Handler = Callable[[ServingContext, Request], Awaitable[Response]]
-EXPOSED_HEADERS = ["x-request-id", "x-pageserve-ignored", "openai-processing-ms", "retry-after"]
+EXPOSED_HEADERS = [
+    "x-request-id", "x-pageserve-ignored", "openai-processing-ms", "retry-after",
+    *(f"x-ratelimit-{a}-{b}" for a in ("limit", "remaining", "reset")
+      for b in ("requests", "tokens")),
+]  # fmt: skip
 
 
 def build_app(context: ServingContext) -> FastAPI:

@@ -14,6 +14,7 @@ from pageserve.api.errors import (
     engine_dead,
     internal_error,
 )
+from pageserve.api.keys import ApiKey
 from pageserve.api.metrics import SequenceTimes
 from pageserve.engine.client import EngineDeadError, generate
 from pageserve.engine.output_processor import TextOutput
@@ -49,8 +50,10 @@ class Generation:
         requests: list[AddRequest],
         label: str,
         deadline: float | None = None,
+        key: ApiKey | None = None,
     ) -> None:
         self._context = context
+        self.key = key or context.keys.anonymous
         self._metrics = context.metrics
         self._sequences = [_Sequence(request) for request in requests]
         self._live = set(range(len(requests)))
@@ -61,7 +64,9 @@ class Generation:
         self.num_pending = len(requests)
         if deadline is not None and time.monotonic() >= deadline:
             raise deadline_exceeded()
+        self.key.check_tokens(self.num_prompt_tokens)
         context.admit(self)
+        self.key.charge(self.num_prompt_tokens)
         context.load.live += len(requests)
         context.load.pending += len(requests)
         context.load.pending_tokens += self.num_prompt_tokens
@@ -107,6 +112,9 @@ class Generation:
         for index in sorted(self._live):
             self._finish(index, "abort")
         self._context.generations.discard(self)
+        self.key.charge(self.num_output_tokens)
+        computed = sum(s.num_prompt for s in self._sequences if s.times.first_token)
+        self._metrics.count_key_tokens(self.key.name, computed, self.num_output_tokens)
 
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, TextOutput]]:
         """Run one sequence and count what it does."""

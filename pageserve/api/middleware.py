@@ -1,7 +1,8 @@
 """Pure ASGI middleware: the frame around every request, and the gate in front of the routes."""
 
-import hashlib
-import hmac
+import base64
+import binascii
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, internal_error
+from pageserve.api.keys import LIMITED_PATHS, ApiKey
 
 logger = logging.getLogger("pageserve.api")
 
@@ -66,52 +68,81 @@ class RequestFrame:
                 method if method in METHODS else "OTHER",
                 f"{status // 100}xx",
             ).inc()
+            if "api_key" in inner:
+                self.context.metrics.count_key_request(inner["api_key"].name, status)
 
 
 class Gate:
-    """Lets nothing but the probes pass while no model is ready or without a valid key."""
+    """Lets nothing but the probes pass while no model is ready, without a valid key, or beyond the
+    limits of the key."""
 
     def __init__(self, app: ASGIApp, context: ServingContext, routes: Sequence[BaseRoute]) -> None:
         self.app = app
         self.context = context
         self.routes = routes
-        self.digests = [_digest(key.encode()) for key in context.config.api_key]
+        self.open_paths = OPEN_PATHS - ({"/metrics"} if context.config.protect_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _is_open(scope):
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)
             return
-        error = self.context.unavailable()
-        if error is not None and not self._routed(scope):
-            error = None  # a wrong path or method is wrong at any time
-        error = error or self._unauthorized(scope)
-        if error is not None:
+        path = _route_path(scope)
+        if path in self.open_paths:
+            await self.app(scope, receive, send)
+            return
+        try:
+            # What must be watched while the model loads is no work of the model.
+            error = None if path in OPEN_PATHS else self.context.unavailable()
+            if error is not None and self._routed(scope):  # a wrong path is wrong at any time
+                raise error
+            key = scope["api_key"] = self._authenticate(scope)
+            if path in LIMITED_PATHS:
+                await self._limited(key, scope, receive, send)
+            else:
+                with self.context.serving():
+                    await self.app(scope, receive, send)
+        except APIError as error:  # of this gate: those of the routes are answered further in
             await error.response()(scope, receive, send)
-            return
-        with self.context.serving():
-            await self.app(scope, receive, send)
 
     def _routed(self, scope: Scope) -> bool:
         return any(route.matches(scope)[0] == Match.FULL for route in self.routes)
 
-    def _unauthorized(self, scope: Scope) -> APIError | None:
-        if not self.digests:
-            return None
+    def _authenticate(self, scope: Scope) -> ApiKey:
+        keys = self.context.keys
+        if keys.is_open:
+            return keys.anonymous
         given = list(_credentials(scope))
         if not given:
-            return _unauthorized("missing_api_key", "no API key was sent")
-        if any(self._is_key(credential) for credential in given):
-            return None
-        return _unauthorized("invalid_api_key", "the API key is not valid")
+            raise _unauthorized("missing_api_key", "no API key was sent", scope)
+        key = keys.find(given)
+        if key is None:
+            raise _unauthorized("invalid_api_key", "the API key is not valid", scope)
+        return key
 
-    def _is_key(self, credential: bytes) -> bool:
-        # All keys are compared, on digests of one length: time tells nothing about them.
-        digest = _digest(credential)
-        return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
+    async def _limited(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message.setdefault("headers", []).extend(key.headers())
+            await send(message)
+
+        outer = with_limits if key.is_limited else send
+        try:
+            key.take_request()
+        except APIError as error:
+            await error.response()(scope, receive, outer)
+            return
+        try:
+            with self.context.serving():
+                await self.app(scope, receive, outer)
+        finally:
+            key.done()
 
 
-def _unauthorized(code: str, message: str) -> APIError:
-    return APIError(401, code, message, headers={"www-authenticate": "Bearer"})
+def _unauthorized(code: str, message: str, scope: Scope) -> APIError:
+    # A browser that opens a page asks its user for the key; a script only gets the answer.
+    page = any(b"text/html" in value for value in header_values(scope, b"accept"))
+    scheme = 'Basic realm="pageserve, the password is an API key"' if page else "Bearer"
+    return APIError(401, code, message, headers={"www-authenticate": scheme})
 
 
 def _credentials(scope: Scope) -> Iterator[bytes]:
@@ -120,16 +151,21 @@ def _credentials(scope: Scope) -> Iterator[bytes]:
         scheme, _, credential = value.partition(b" ")
         if scheme.lower() == b"bearer":
             yield credential.strip()
+        elif scheme.lower() == b"basic":
+            yield from _password(credential)
     yield from header_values(scope, b"x-api-key")
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def _password(credential: bytes) -> Iterator[bytes]:
+    with contextlib.suppress(binascii.Error):
+        _, colon, password = base64.b64decode(credential, validate=True).partition(b":")
+        if colon:
+            yield password
 
 
-def _is_open(scope: Scope) -> bool:
-    path, root = scope["path"], scope.get("root_path", "")
-    return path in OPEN_PATHS or (root != "" and path.removeprefix(root) in OPEN_PATHS)
+def _route_path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _request_id(values: Iterable[bytes]) -> str:

@@ -14,6 +14,7 @@ from pageserve.api.body import read_json
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
 from pageserve.api.generation import Generation
+from pageserve.api.keys import ApiKey
 from pageserve.api.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from pageserve.api.protocol import (
     ChatCompletionRequest,
@@ -228,20 +229,21 @@ def respond(
         logprobs=formats,
         prompt_token_ids=prompts if request.return_token_ids else None,
     )
+    key: ApiKey = http.scope["api_key"]
     requests = [
         AddRequest(
             request_id=f"{reply_id}-{i}",
             prompt_token_ids=prompt,
             sampling_params=_for_prompt(context, params, len(prompt)),
             arrival_time=arrival,
-            priority=request.priority,
+            priority=max(-(2**63), min(2**63 - 1, request.priority + key.priority)),
             cache_salt=request.cache_salt,
         )
         for i, prompt in enumerate(prompts)
     ]
     limit_ms = _deadline_ms(http, request)
     deadline = None if limit_ms is None else arrival + limit_ms / 1000
-    generation = Generation(context, requests, http.scope["request_id"], deadline)
+    generation = Generation(context, requests, http.scope["request_id"], deadline, key)
     response = EventStreamResponse if request.stream else WholeResponse
     return response(context, generation, reply, headers)
 
