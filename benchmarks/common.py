@@ -4,15 +4,18 @@ import json
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+RESULTS = Path(__file__).parent / "results"
 SYSTEM = (
     "You are a helpful assistant on the site of a public library. Answer the visitor's question "
     "in one short paragraph of plain English. Do not use lists or headings, do not guess: if you "
@@ -80,13 +83,15 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, versions and commit, for the result line."""
+    """Hardware, versions, commit and command, for the result line."""
     facts: dict[str, Any] = {
+        "command": _command(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "commit": _commit(),
     }
     if torch.cuda.is_available():
@@ -114,6 +119,12 @@ def report(result: dict[str, Any], json_path: str | None) -> None:
         Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
     print(line)
     sys.stdout.flush()
+
+
+def _command() -> str:
+    """This process' command line as one would type it in the root of the repository."""
+    script = Path(sys.argv[0])
+    return shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
 
 
 def _cpu_name() -> str:

@@ -117,7 +117,7 @@ def bars(
     width = 0.8 / len(series)
     for index, (label, values) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * width
-        shade = 0.95 - 0.75 * index / max(len(series) - 1, 1)
+        shade = 0.95 - 0.45 * index / max(len(series) - 1, 1)  # black hatches show on all
         container = axes.bar(
             [i + offset for i in range(len(groups))],
             values,

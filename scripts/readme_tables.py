@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def tables() -> str:
     """Return all tables as Markdown."""
     parts = [throughput(_load("cpu_throughput")), serving(_load("cpu_serving"))]
     parts += [gpu_offline(), gpu_served(_load("gpu_served"))]
+    parts += [table(_load(name)) for name, table in STUDIES.items() if _path(name).exists()]
     return "\n".join(parts)
 
 
@@ -121,13 +123,79 @@ def gpu_served(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def capacity(result: dict[str, Any]) -> str:
+    """Sequences resident with blocks against reservation."""
+    best = str(result["block_size"])
+    sizes = list(dict.fromkeys([best, "4", "16"]))
+    out = [
+        f"**Capacity** of a pool of {result['slots']:,} token slots, saturated: sequences resident "
+        "with blocks on demand against reservation of prompt + max_tokens, and slots left empty in "
+        "allocated blocks. Simulated with the real scheduler, no model. "
+        f"`python benchmarks/capacity.py`, {_picture('capacity')}. Blocks of {best} are the "
+        "largest to waste less than 4 % in both; 16 is the default for the kernels' sake.",
+        "",
+        "| budget / mean output | reserved | " + " | ".join(f"blocks of {s}" for s in sizes) + " |",
+        "|---|---|" + "---|" * len(sizes),
+    ]
+    for name, row in result["workloads"].items():
+        cells = [
+            f"{r['sequences']:.0f} ({r['gain']:.2f}x), waste {100 * r['waste']:.1f} %, "
+            f"{r['entries']:.0f} table entries"
+            for r in (row["paged"][s] for s in sizes)
+        ]
+        out.append(
+            f"| {name}: {row['budget']} / {row['mean_output']:.0f} "
+            f"| {row['contiguous']['sequences']:.0f} | {' | '.join(cells)} |"
+        )
+    return "\n".join([*out, ""])
+
+
+def fragmentation(result: dict[str, Any]) -> str:
+    """Internal and external fragmentation of three allocators."""
+    pictures = ", ".join(
+        _picture(f"fragmentation_{kind}", f"{kind} over time") for kind in ("internal", "external")
+    )
+    names = list(next(iter(result["rows"].values())))
+    out = [
+        "**Fragmentation**, internal / external in %, and pool in use, with prompts and outputs of "
+        f"up to {result['longest']} tokens (simulated). `python benchmarks/fragmentation.py`, "
+        f"{pictures}.",
+        "",
+        f"| lengths | {' | '.join(names)} |",
+        "|---|" + "---|" * len(names),
+    ]
+    for name, by_allocator in result["rows"].items():
+        cells = [
+            f"{100 * r['internal']:.1f} / {100 * r['external']:.0f}, use {100 * r['use']:.0f} %"
+            for r in by_allocator.values()
+        ]
+        out.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*out, ""])
+
+
 def _host(result: dict[str, Any]) -> str:
     m = result["machine"]
     return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, commit {m['commit']}"
 
 
 def _load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads(_path(name).read_text())
+
+
+def _path(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def _picture(name: str, text: str = "picture") -> str:
+    assert (RESULTS / f"{name}.svg").exists(), f"the picture {name} is missing"
+    return f"[{text}](benchmarks/results/{name}.svg)"
+
+
+# Studies whose result is committed, in the order of the README.
+STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "capacity": capacity,
+    "fragmentation": fragmentation,
+}
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_tables_come_from_the_results():
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.name)
 def test_benchmarks_can_be_started(path):
     """Each command at least imports and prints its help from a checkout."""
-    if path.name in ("common.py", "plots.py", "scheduler.py"):
+    if "ArgumentParser" not in path.read_text():
         pytest.skip("takes no flags")
     done = subprocess.run(
         [sys.executable, str(path), "--help"], cwd=ROOT, capture_output=True, text=True
