@@ -1,7 +1,8 @@
 """Everything that crosses a process or the line between core and worker, and nothing else.
 
-Client ⇄ engine: :class:`AddRequest`, :class:`AbortRequests`, :class:`Shutdown` one way;
-:class:`LoadProgress`, :class:`EngineLog`, :class:`EngineReady`, :class:`StepOutputs`,
+Client ⇄ engine: :class:`AddRequest`, :class:`AbortRequests`, :class:`GetProgress`,
+:class:`ResetPrefixCache`, :class:`Shutdown` one way; :class:`LoadProgress`, :class:`EngineLog`,
+:class:`EngineReady`, :class:`StepOutputs`, :class:`Progress`, :class:`PrefixCacheReset`,
 :class:`EngineDead` back.
 Core → worker: :class:`SchedulerOutput`; worker → core: :class:`ModelRunnerOutput`.
 Only ids and numbers travel, never text or tensors. Times are ``time.monotonic()`` seconds, which
@@ -29,7 +30,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, gc=False):
     ``parent_id`` names a request with the same prompt, sent just before, whose prompt blocks this
     one shares (n > 1). ``grammar`` is what the output must match, in a form that llguidance reads
     and the client has checked; with ``grammar_trigger_ids`` it is in force only behind one of
-    these tokens, and everything is free before."""
+    these tokens, and everything is free before. Tenants share the engine by their ``weight``."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -40,6 +41,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, gc=False):
     parent_id: str | None = None
     grammar: str | None = None
     grammar_trigger_ids: list[int] = []
+    tenant: str = ""
+    weight: int = 1
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False):
@@ -52,7 +55,17 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False):
     """Finish the current step, free everything and exit 0."""
 
 
-EngineRequest = AddRequest | AbortRequests | Shutdown
+class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, gc=False):
+    """Say where requests are (all live ones if no ids are given): answered by Progress."""
+
+    request_ids: list[str] | None = None
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True, gc=False):
+    """Forget all cached prefixes: answered by PrefixCacheReset."""
+
+
+EngineRequest = AddRequest | AbortRequests | GetProgress | ResetPrefixCache | Shutdown
 
 
 # --- engine → client ------------------------------------------------------------------------------
@@ -113,6 +126,29 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True, gc=False):
     stats: SchedulerStats
 
 
+class RequestProgress(msgspec.Struct, array_like=True, gc=False):
+    """Where a live request is: its place in the queue from 1 on, or 0 when it runs."""
+
+    request_id: str
+    queue_position: int
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    num_computed_tokens: int  # of prompt and output
+    num_output_tokens: int
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True, gc=False):
+    """The answer to GetProgress; finished and unknown requests are left out."""
+
+    requests: list[RequestProgress]
+
+
+class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset", array_like=True, gc=False):
+    """The answer to ResetPrefixCache."""
+
+    num_blocks: int  # cached blocks that were forgotten
+
+
 class LoadProgress(msgspec.Struct, tag="loading", array_like=True, gc=False):
     """How far start-up is: a phase name and ``done`` of ``total`` (bytes or 0 of 0)."""
 
@@ -150,7 +186,9 @@ class EngineLog(msgspec.Struct, tag="log", array_like=True, gc=False):
     message: str
 
 
-EngineMessage = StepOutputs | LoadProgress | EngineReady | EngineLog | EngineDead
+EngineMessage = (
+    StepOutputs | Progress | PrefixCacheReset | LoadProgress | EngineReady | EngineLog | EngineDead
+)
 
 
 # --- core → worker → core -------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pageserve.messages import (
     EngineReady,
     LoadProgress,
     RequestOutput,
+    RequestProgress,
     SchedulerStats,
     TokenLogprobs,
 )
@@ -104,6 +105,8 @@ class ScriptedEngine:
         self.error = error
         self.num_cached = num_cached
         self.held = False
+        self.deaf = False  # questions are never answered
+        self.num_resets = 0
         self.requests: list[AddRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []  # ids aborted while they ran
         self._running: dict[str, _Run] = {}
@@ -137,6 +140,34 @@ class ScriptedEngine:
             if run is not None:
                 self.aborted.append(request_id)
                 run.put(RequestOutput(request_id, [], "abort"))
+
+    async def get_progress(self, request_ids: list[str] | None = None) -> list[RequestProgress]:
+        await self._answer()
+        ids = list(self._running) if request_ids is None else request_ids
+        runs = [self._running[i] for i in ids if i in self._running]
+        waiting = [run for run in self._running.values() if not run.steps]
+        return [
+            RequestProgress(
+                run.request.request_id,
+                0 if run.steps else waiting.index(run) + 1,
+                len(run.request.prompt_token_ids),
+                self.num_cached,
+                len(run.request.prompt_token_ids) if run.steps else 0,
+                run.num_emitted,
+            )
+            for run in runs
+        ]
+
+    async def reset_prefix_cache(self) -> int:
+        await self._answer()
+        self.num_resets += 1
+        return 7
+
+    async def _answer(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self.deaf:
+            await asyncio.Event().wait()
 
     def die(self, message: str = "killed") -> None:
         """Lose the engine process."""

@@ -170,7 +170,8 @@ class Generation:
         metrics.observe_step()
         metrics.generation_tokens += output.num_output_tokens - sequence.num_output
         sequence.num_output = output.num_output_tokens
-        sequence.num_preemptions = output.num_preemptions
+        # The abort that the client makes itself knows nothing of them.
+        sequence.num_preemptions = max(sequence.num_preemptions, output.num_preemptions)
         if times.first_token:
             metrics.gaps.observe(now - times.last_token)
         elif output.num_output_tokens:

@@ -238,6 +238,8 @@ def respond(
             arrival_time=arrival,
             priority=max(-(2**63), min(2**63 - 1, request.priority + key.priority)),
             cache_salt=request.cache_salt,
+            tenant=key.name if not context.keys.is_open else request.user or "",
+            weight=key.weight,
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -20,12 +20,14 @@ LEAST_CHUNK = 16  # memory-aware: prompt tokens a step may always have
 
 @dataclass(frozen=True)
 class Policy:
-    """Two sort keys, smallest first, and how many prompt tokens a step may take of its budget
-    while others are decoding, given the free share of the pool."""
+    """Two sort keys, smallest first, how many prompt tokens a step may take of its budget while
+    others are decoding, given the free share of the pool, and what goes before fairness between
+    tenants (smallest first)."""
 
     waiting_key: Callable[[Request], Key]
     running_key: Callable[[Request], Key]
     prompt_budget: Callable[[int, float], int]
+    urgency: Callable[[Request], Key]
 
 
 def by_arrival(request: Request) -> Key:
@@ -50,6 +52,16 @@ def by_prompt_length(request: Request) -> Key:
     return (1, AGEING * request.num_prompt_tokens + request.arrival_clock, request.arrival)
 
 
+def preempted_first(request: Request) -> Key:
+    """Requests that had begun go before all others."""
+    return (0 if request.num_preemptions else 1,)
+
+
+def priority_first(request: Request) -> Key:
+    """Strict priorities, and within one the requests that had begun."""
+    return (request.priority, 0 if request.num_preemptions else 1)
+
+
 def whole_budget(budget: int, free_share: float) -> int:
     """Prompts may take all that the decodes leave."""
     return budget
@@ -61,10 +73,10 @@ def throttled_budget(budget: int, free_share: float) -> int:
 
 
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(by_arrival, by_arrival, whole_budget),
-    "priority": Policy(by_priority, by_priority, whole_budget),
-    "memory-aware": Policy(by_arrival, by_arrival, throttled_budget),
-    "shortest-prompt": Policy(by_prompt_length, by_arrival, whole_budget),
+    "fcfs": Policy(by_arrival, by_arrival, whole_budget, preempted_first),
+    "priority": Policy(by_priority, by_priority, whole_budget, priority_first),
+    "memory-aware": Policy(by_arrival, by_arrival, throttled_budget, preempted_first),
+    "shortest-prompt": Policy(by_prompt_length, by_arrival, whole_budget, preempted_first),
 }
 
 
@@ -91,6 +103,13 @@ class WaitingQueue:
             if request.status <= RequestStatus.PREEMPTED:
                 return request
             self._num_dead -= 1
+
+    def peek(self) -> Request:
+        """Return the first living request and leave it there; raises IndexError."""
+        while not _lives(self._heap[0][1]):
+            heapq.heappop(self._heap)
+            self._num_dead -= 1
+        return self._heap[0][1]
 
     def discard(self) -> None:
         """Note that a queued request has finished."""

@@ -70,7 +70,9 @@ class Request:
         "slot",
         "status",
         "stop_ids",
+        "tenant",
         "token_ids",
+        "weight",
         "writable_end",
     )
 
@@ -95,6 +97,8 @@ class Request:
         self.arrival_clock = arrival_clock
         self.priority = message.priority
         self.cache_salt = message.cache_salt
+        self.tenant = message.tenant
+        self.weight = message.weight
         self.seed = seed
         self.status = RequestStatus.WAITING
         self.running_key: tuple[int, ...] = (arrival,)  # order among the running, set by the policy

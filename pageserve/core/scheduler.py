@@ -12,8 +12,9 @@ import random
 import time
 from collections.abc import Iterable
 
+from pageserve.core.fairness import FairQueue
 from pageserve.core.kv_cache_manager import KVCacheManager
-from pageserve.core.policy import POLICIES, WaitingQueue
+from pageserve.core.policy import POLICIES
 from pageserve.core.request import CORRUPTED_TOKEN, Request, RequestStatus
 from pageserve.messages import (
     PROMPT_TOO_LONG,
@@ -21,6 +22,7 @@ from pageserve.messages import (
     ModelRunnerOutput,
     NewRequestData,
     RequestOutput,
+    RequestProgress,
     ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
@@ -63,8 +65,9 @@ class Scheduler:
 
     Promises: each request that enters gets exactly one output with a ``finish_reason``. A running
     decode gets a token in every step it has a block for. Nobody is preempted for a request behind
-    it, so the first one always advances. A waiting request that does not fit is overtaken by at
-    most MAX_OVERTAKEN others (LOOK_AHEAD deep), a preempted one by none.
+    it, so the first one always advances. Tenants take turns by the tokens they were served. A
+    waiting request whose turn it is and that does not fit is overtaken by at most MAX_OVERTAKEN
+    others (LOOK_AHEAD deep), a preempted one by none.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Scheduler:
         self.max_pool_tokens = num_blocks * block_size
 
         self.requests: dict[str, Request] = {}  # all that have not had their final output
-        self.waiting = WaitingQueue(self.policy.waiting_key)
+        self.waiting = FairQueue(self.policy)
         self.running: list[Request] = []  # sorted by running_key; preempted from the back
         self._free_slots = list(range(self.max_num_seqs))  # heap: lowest first, a dense table
         self._in_flight: dict[int, list[Request]] = {}  # step id → requests of its sampling rows
@@ -311,6 +314,7 @@ class Scheduler:
         if request.scheduled_time == 0.0:
             request.scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
+            self.waiting.admitted(request, request.num_tokens - request.num_computed_tokens)
             if self.kv_cache_manager.enable_prefix_caching:
                 self._prefix_cache_queries += request.num_tokens
                 self._prefix_cache_hits += request.num_computed_tokens
@@ -446,9 +450,29 @@ class Scheduler:
             steps_total=self._step_id,
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks."""
-        self.kv_cache_manager.block_pool.reset()
+    def progress(self, request_ids: Iterable[str] | None = None) -> list[RequestProgress]:
+        """Return where these requests are, or all live ones; costs a walk over the queue."""
+        places = {r.request_id: i + 1 for i, r in enumerate(self.waiting.requests())}
+        ids = self.requests if request_ids is None else request_ids
+        return [
+            RequestProgress(
+                r.request_id,
+                places.get(r.request_id, 0),
+                r.num_prompt_tokens,
+                r.num_cached_tokens,
+                r.num_computed_tokens,
+                r.num_tokens - r.num_prompt_tokens,
+            )
+            for r in (self.requests[i] for i in ids if i in self.requests)
+        ]
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes and return the number of blocks that only the cache held;
+        running requests keep theirs."""
+        pool = self.kv_cache_manager.block_pool
+        num_blocks = pool.num_cached_blocks
+        pool.reset()
+        return num_blocks
 
     def check_integrity(self) -> None:
         """Assert that all books agree; callable between any two calls."""
@@ -456,6 +480,7 @@ class Scheduler:
         assert len(running) + len(waiting) == len(self.requests) == len({*running, *waiting})
         assert {*running, *waiting} == set(self.requests.values())
         assert len(self.waiting) == len(waiting)
+        self.waiting.check_integrity(list(self.requests.values()))
         assert running == sorted(running, key=_RUNNING_KEY)
         assert all(r.status is RequestStatus.RUNNING for r in running)
         slots = [r.slot for r in running]
@@ -510,6 +535,7 @@ class Scheduler:
         )
         request.running_key = self.policy.running_key(request)
         self._num_arrivals += 1
+        self.waiting.join(request)
         self.requests[request.request_id] = request
         return request
 
@@ -521,7 +547,8 @@ class Scheduler:
             request.status = status
         else:
             request.status = status
-            self.waiting.discard()
+            self.waiting.discard(request)
+        self.waiting.leave(request)
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:

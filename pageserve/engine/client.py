@@ -13,6 +13,7 @@ from pageserve.messages import (
     EngineReady,
     LoadProgress,
     RequestOutput,
+    RequestProgress,
     SchedulerStats,
 )
 from pageserve.tokenizer import Tokenizer
@@ -49,7 +50,20 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests; each open stream ends with ``finish_reason`` ``abort``."""
+        """Forget requests; each open stream ends with ``finish_reason`` ``abort`` at once, even
+        if the engine hangs."""
+        ...
+
+    async def get_progress(self, request_ids: list[str] | None = None) -> list[RequestProgress]:
+        """Ask where these requests are, or all live ones; the answer comes between two steps.
+
+        Raises :class:`EngineDeadError`."""
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns the number of blocks forgotten.
+
+        Raises :class:`EngineDeadError`."""
         ...
 
 

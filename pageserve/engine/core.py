@@ -17,6 +17,7 @@ from pageserve.messages import (
     AddRequest,
     EngineReady,
     RequestOutput,
+    RequestProgress,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -95,6 +96,14 @@ class EngineCore:
             return []
         plan, handle = self._in_flight.popleft()
         return self.scheduler.update(plan, handle.result())
+
+    def progress(self, request_ids: list[str] | None) -> list[RequestProgress]:
+        """Where these requests are, or all live ones."""
+        return self.scheduler.progress(request_ids)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns the number of blocks forgotten."""
+        return self.scheduler.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""

@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -36,8 +38,13 @@ from pageserve.messages import (
     EngineMessage,
     EngineReady,
     EngineRequest,
+    GetProgress,
     LoadProgress,
+    PrefixCacheReset,
+    Progress,
     RequestOutput,
+    RequestProgress,
+    ResetPrefixCache,
     SchedulerStats,
     Shutdown,
     StepOutputs,
@@ -113,6 +120,10 @@ def _serve(
                 outputs += core.add(request)
             elif isinstance(request, AbortRequests):
                 outputs += core.abort(request.request_ids)
+            elif isinstance(request, GetProgress):
+                send(Progress(core.progress(request.request_ids)))
+            elif isinstance(request, ResetPrefixCache):
+                send(PrefixCacheReset(core.reset_prefix_cache()))
             else:
                 return
         had_work = core.has_work()
@@ -185,7 +196,7 @@ def _merge(into: RequestOutput, new: RequestOutput) -> None:
     into.finish_reason = new.finish_reason
     into.stop_reason = new.stop_reason
     into.error = new.error
-    into.num_preemptions = new.num_preemptions
+    into.num_preemptions = max(into.num_preemptions, new.num_preemptions)
     into.scheduled_time = into.scheduled_time or new.scheduled_time
 
 
@@ -201,6 +212,8 @@ class ProcessClient:
         self.stopped = asyncio.Event()  # set when the engine process is gone, however it went
         self._last_message = time.monotonic()
         self._streams: dict[str, RequestStream] = {}
+        self._unfinished: set[str] = set()  # requests whose final output has not come
+        self._questions: deque[asyncio.Future[Any]] = deque()  # answers come in their order
         self._encoder = msgspec.msgpack.Encoder()
         self._stopping = False
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -209,7 +222,7 @@ class ProcessClient:
     @property
     def busy_since(self) -> float | None:
         """When the engine last showed life, None while nothing is expected of it."""
-        return self._last_message if self._streams else None
+        return self._last_message if self._unfinished else None
 
     async def start(self) -> None:
         """Spawn the process; ``ready`` or ``dead`` is set when loading has ended."""
@@ -271,18 +284,41 @@ class ProcessClient:
         assert request.request_id not in self._streams, "request ids are unique"
         self._send(request)  # raises for what msgpack cannot say, and then no stream is left
         stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
-        if len(self._streams) == 1:
+        if not self._unfinished:
             self._last_message = time.monotonic()
+        self._unfinished.add(request.request_id)
         return stream
 
     def abort(self, request_ids: list[str]) -> None:
-        """Tell the engine to forget requests; their streams end with ``abort``."""
+        """Tell the engine to forget requests; their streams end with ``abort`` at once."""
         self._send(AbortRequests(request_ids))
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                stream.put(RequestOutput(request_id, [], "abort"))
 
     def forget(self, request_id: str) -> None:
         """Drop a stream nobody reads any more, and its request if it still runs."""
         if self._streams.pop(request_id, None) is not None and self.dead is None:
             self.abort([request_id])
+
+    async def get_progress(self, request_ids: list[str] | None = None) -> list[RequestProgress]:
+        """Ask where requests are; see :class:`EngineClient`."""
+        answer: Progress = await self._ask(GetProgress(request_ids))
+        return answer.requests
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; see :class:`EngineClient`."""
+        answer: PrefixCacheReset = await self._ask(ResetPrefixCache())
+        return answer.num_blocks
+
+    async def _ask(self, question: EngineRequest) -> Any:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        self._send(question)
+        answer = asyncio.get_running_loop().create_future()
+        self._questions.append(answer)
+        return await answer
 
     def _send(self, message: EngineRequest) -> None:
         # The socket has no high-water mark, so this never blocks and needs no task.
@@ -300,6 +336,10 @@ class ProcessClient:
                 self.stats = message.stats
                 for output in message.outputs:
                     self._deliver(output)
+            elif isinstance(message, Progress | PrefixCacheReset):
+                answer = self._questions.popleft()
+                if not answer.done():  # it is if nobody waits any more
+                    answer.set_result(message)
             elif isinstance(message, LoadProgress):
                 self.progress = message
             elif isinstance(message, EngineReady):
@@ -320,6 +360,7 @@ class ProcessClient:
             stream = self._streams.get(output.request_id)
         else:
             stream = self._streams.pop(output.request_id, None)
+            self._unfinished.discard(output.request_id)
         if stream is not None:  # None: aborted by us a moment ago
             stream.put(output)
 
@@ -342,3 +383,7 @@ class ProcessClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(self.dead)
+        questions, self._questions = self._questions, deque()
+        for answer in questions:
+            if not answer.done():
+                answer.set_exception(EngineDeadError(self.dead))

@@ -247,3 +247,15 @@ def test_counters_by_key(make_keyed):
     assert value("prompt_tokens", "a") == 4
     assert value("generation_tokens", "a") == 6
     assert value("generation_tokens", "b") == 0
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+def test_tenants_are_keys_or_users_where_there_are_no_keys(make_keyed, make_api):
+    api = make_keyed({"name": "a", "key": "a", "weight": 3})
+    ask(api, user="u")
+    assert (api.engine.requests[-1].tenant, api.engine.requests[-1].weight) == ("a", 3)
+    api = make_api()
+    api.cmpl(user="u")
+    assert (api.engine.requests[-1].tenant, api.engine.requests[-1].weight) == ("u", 1)

@@ -235,7 +235,9 @@ def create_request(
     if isinstance(prompt, int):
         first = zlib.crc32(request_id.encode())
         prompt = [(first + 7 * i) % 100_003 for i in range(prompt)]
-    outer = {k: changes.pop(k) for k in ("priority", "cache_salt") if k in changes}
+    outer = {
+        k: changes.pop(k) for k in ("priority", "cache_salt", "tenant", "weight") if k in changes
+    }
     options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | changes
     return AddRequest(request_id, list(prompt), SamplingParams(**options), 0.0, **outer)  # type: ignore[arg-type]
 

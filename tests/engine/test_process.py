@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 
+import msgspec
 import pytest
 import zmq
 
@@ -15,7 +16,7 @@ from pageserve.config import CacheArgs, EngineConfig, ModelArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError
 from pageserve.engine.process import ProcessClient, RequestStream, run_engine
-from pageserve.messages import AddRequest, RequestOutput, SchedulerStats, TokenLogprobs
+from pageserve.messages import AddRequest, EngineReady, RequestOutput, SchedulerStats, TokenLogprobs
 from pageserve.sampling_params import SamplingParams
 
 
@@ -301,3 +302,73 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
     process._serve(EngineConfig(), Silent(), lambda _: None)
     assert Busy.num_steps == 3
+
+
+# --- questions and aborts -------------------------------------------------------------------------
+
+
+def hanging_engine(config, request_address: str, output_address: str) -> None:
+    """An engine that gets ready and then never does anything again."""
+    context = zmq.Context()
+    outputs = context.socket(zmq.PUSH)
+    outputs.connect(output_address)
+    facts = EngineReady(256, 100, [0], 16, 32, 4, 64, "float32", "cpu", "torch_blockwise", "fp")
+    outputs.send(msgspec.msgpack.encode(facts))
+    time.sleep(60)
+
+
+def test_hung_engine_keeps_no_aborted_stream_and_does_not_look_idle(monkeypatch):
+    monkeypatch.setattr(process, "run_engine", hanging_engine)
+
+    async def run():
+        client = ProcessClient(EngineConfig())
+        await start(client)
+        try:
+            stream = client.submit(request("r"))
+            client.abort(["r"])
+            async with asyncio.timeout(5):
+                outputs = [output async for output in stream]
+            assert [o.finish_reason for o in outputs] == ["abort"]
+            assert client.busy_since is not None
+            question = asyncio.ensure_future(client.get_progress())
+            await asyncio.sleep(0)
+            client.kill()
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(question, 10)
+            with pytest.raises(EngineDeadError):
+                await client.reset_prefix_cache()
+        finally:
+            client.kill()
+            await client.stop()
+
+    asyncio.run(run())
+
+
+def test_questions_are_answered_in_order(tiny_checkpoint):
+    async def run():
+        client = ProcessClient(config(tiny_checkpoint("llama")))
+        await start(client)
+        try:
+            assert await client.get_progress() == []
+            stream = client.submit(request("r"))
+            await anext(stream)
+            gone = asyncio.ensure_future(
+                client.get_progress()
+            )  # nobody waits for this one's answer
+            await asyncio.sleep(0)
+            gone.cancel()
+            found, nothing, num_blocks = await asyncio.gather(
+                client.get_progress(["r", "x"]),
+                client.get_progress(["x"]),
+                client.reset_prefix_cache(),
+            )
+            (progress,) = found
+            assert (progress.request_id, progress.queue_position) == ("r", 0)
+            assert progress.num_prompt_tokens == 3 and progress.num_output_tokens >= 1
+            assert nothing == [] and num_blocks == 0
+            await stream.aclose()
+            await until(lambda: client.busy_since is None)
+        finally:
+            await client.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,154 @@
+"""The waiting requests of several tenants, taken in turn by the tokens each has been served.
+
+Every tenant (an API key, or a user where there are no keys) has a queue in the policy's order. The
+next request comes from the tenant that was served least for its weight: its prompts are charged
+when they are admitted, its outputs when they end. One that had nothing to do starts level with the
+tenant served last, so nobody saves up turns and nobody pays for quiet hours. Urgency goes first:
+preempted requests, and under the policy ``priority`` smaller priorities, whoever sent them. With
+one tenant this is the policy's queue and nothing more.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from pageserve.core.policy import Key, Policy, WaitingQueue
+from pageserve.core.request import Request
+
+_Turn = tuple[Key, float, int, int]  # urgency, tokens served, arrival of the head, serial number
+
+
+class _Tenant:
+    __slots__ = ("num_live", "queue", "serial", "served", "weight")
+
+    def __init__(self, policy: Policy, weight: int) -> None:
+        self.queue = WaitingQueue(policy.waiting_key)
+        self.weight = weight
+        self.served = 0.0  # tokens over weight
+        self.num_live = 0  # requests waiting or running
+        self.serial = 0  # of its only valid turn
+
+
+class FairQueue:
+    """All waiting requests. Every operation costs O(log n)."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._tenants: dict[str, _Tenant] = {}
+        self._turns: list[tuple[_Turn, _Tenant]] = []  # heap; those of old serials are void
+        self._clock = 0.0  # what the tenant admitted last had been served
+        self._num_waiting = 0
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    # --- the life of a request ---
+
+    def join(self, request: Request) -> None:
+        """Note a new request of its tenant, whether it will wait or run at once."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = self._tenants[request.tenant] = _Tenant(self._policy, request.weight)
+        tenant.weight = request.weight
+        tenant.num_live += 1
+
+    def push(self, request: Request) -> None:
+        """Queue a request that has joined."""
+        tenant = self._tenants[request.tenant]
+        if not len(tenant.queue):
+            tenant.served = max(tenant.served, self._clock)
+        tenant.queue.push(request)
+        self._num_waiting += 1
+        self._take_turn(tenant)
+
+    def pop(self) -> Request:
+        """Take the first living request; raises IndexError when there is none."""
+        while True:
+            turn, tenant = heapq.heappop(self._turns)
+            if turn[3] != tenant.serial or not len(tenant.queue):
+                continue
+            if turn[0] != self._policy.urgency(tenant.queue.peek()):  # the head has finished
+                self._take_turn(tenant)
+                continue
+            request = tenant.queue.pop()
+            self._num_waiting -= 1
+            self._take_turn(tenant)
+            return request
+
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        """Charge a request that has just been admitted for the tokens of its prompt."""
+        tenant = self._tenants[request.tenant]
+        self._clock = max(self._clock, tenant.served)
+        self._charge(tenant, num_tokens)
+
+    def discard(self, request: Request) -> None:
+        """Note that a request has finished while it was queued; call :meth:`leave` too."""
+        self._tenants[request.tenant].queue.discard()
+        self._num_waiting -= 1
+
+    def leave(self, request: Request) -> None:
+        """Charge a finished request for its output."""
+        tenant = self._tenants[request.tenant]
+        tenant.num_live -= 1
+        if tenant.num_live:
+            self._charge(tenant, request.num_tokens - request.num_prompt_tokens)
+        else:
+            del self._tenants[request.tenant]
+            tenant.serial = 0
+
+    # --- turns ---
+
+    def _charge(self, tenant: _Tenant, num_tokens: int) -> None:
+        tenant.served += num_tokens / tenant.weight
+        self._take_turn(tenant)
+
+    def _take_turn(self, tenant: _Tenant) -> None:
+        """Replace the tenant's turn by one that says how things are now."""
+        if not len(tenant.queue):
+            tenant.serial = 0
+            return
+        head = tenant.queue.peek()
+        self._serial += 1
+        tenant.serial = self._serial
+        turn = (self._policy.urgency(head), tenant.served, head.arrival, self._serial)
+        heapq.heappush(self._turns, (turn, tenant))
+        if len(self._turns) > 64 + 2 * len(self._tenants):
+            self._turns = [(t, owner) for t, owner in self._turns if t[3] == owner.serial]
+            heapq.heapify(self._turns)
+
+    # --- views ---
+
+    def requests(self) -> list[Request]:
+        """Return all living requests in the order in which they would be admitted if outputs cost
+        nothing (for checks and progress reports, not for every step)."""
+        return list(self._in_order())
+
+    def _in_order(self) -> Iterator[Request]:
+        queues = [(t.served, t.weight, t.queue.requests()[::-1]) for t in self._tenants.values()]
+        turns = [
+            (self._policy.urgency(waiting[-1]), served, waiting[-1].arrival, weight, waiting)
+            for served, weight, waiting in queues
+            if waiting
+        ]
+        heapq.heapify(turns)
+        while turns:
+            _, served, _, weight, waiting = turns[0]
+            request = waiting.pop()
+            yield request
+            if waiting:
+                served += request.num_tokens / weight
+                urgency = self._policy.urgency(waiting[-1])
+                heapq.heapreplace(turns, (urgency, served, waiting[-1].arrival, weight, waiting))
+            else:
+                heapq.heappop(turns)
+
+    def check_integrity(self, live: list[Request]) -> None:
+        """Assert that the books agree with the scheduler's ``live`` requests."""
+        counts: dict[str, int] = {}
+        for request in live:
+            counts[request.tenant] = counts.get(request.tenant, 0) + 1
+        assert counts == {name: tenant.num_live for name, tenant in self._tenants.items()}
+        assert self._num_waiting == sum(len(t.queue) for t in self._tenants.values())
+        valid = [tenant for turn, tenant in self._turns if turn[3] == tenant.serial]
+        assert len(set(map(id, valid))) == len(valid)
+        assert all(any(t is v for v in valid) for t in self._tenants.values() if len(t.queue))

@@ -1,0 +1,179 @@
+"""Tenants take turns: who is admitted when, counted in steps and tokens."""
+
+import random
+
+import pytest
+from fake_worker import Driver, create_request
+
+from pageserve.core.fairness import FairQueue
+from pageserve.core.policy import POLICIES
+from pageserve.core.request import Request, RequestStatus
+from pageserve.core.scheduler import Scheduler
+
+
+def new_scheduler(policy: str = "fcfs", **changes: object) -> Scheduler:
+    options = {
+        "num_blocks": 256, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 32,
+        "max_model_len": 64, "seed": 0, "policy": policy,
+    }  # fmt: skip
+    return Scheduler(**(options | changes))  # type: ignore[arg-type]
+
+
+def order_of_admission(driver: Driver) -> list[str]:
+    """Run everything in the one slot; ids in the order of their first tokens."""
+    while driver.scheduler.has_work():
+        driver.launch()
+        driver.absorb()
+    driver.scheduler.check_integrity()
+    return list(driver.first)
+
+
+@pytest.fixture
+def run():
+    """Add (id, tenant, changes) in order to a one-slot scheduler, run; ids as admitted."""
+
+    def run(requests, policy="fcfs", **changes):
+        driver = Driver(new_scheduler(policy, **changes))
+        for request_id, tenant, options in requests:
+            driver.add(create_request(request_id, **({"prompt": 4} | options), tenant=tenant))
+        return order_of_admission(driver)
+
+    return run
+
+
+def test_a_thousand_queued_requests_do_not_delay_another_tenant(run):
+    requests = [(f"a{i}", "a", {"max_tokens": 1}) for i in range(1000)]
+    order = run([*requests, ("b0", "b", {}), ("b1", "b", {})])
+    assert order.index("b0") <= 2 and order.index("b1") <= 4
+    assert [i for i in order if i[0] == "a"] == [f"a{i}" for i in range(1000)]  # FCFS inside
+
+
+def test_turns_go_by_tokens_not_by_requests(run):
+    long = [(f"a{i}", "a", {"prompt": 20, "max_tokens": 12}) for i in range(20)]
+    short = [(f"b{i}", "b", {"prompt": 4, "max_tokens": 4}) for i in range(80)]
+    order = run([*long, *short])
+    first = order[:50]
+    served = {
+        "a": 32 * sum(i[0] == "a" for i in first), "b": 8 * sum(i[0] == "b" for i in first)
+    }  # fmt: skip
+    assert abs(served["a"] - served["b"]) <= 2 * 32
+
+
+def test_weights_are_shares(run):
+    heavy = [(f"a{i}", "a", {"weight": 3}) for i in range(60)]
+    light = [(f"b{i}", "b", {"weight": 1}) for i in range(60)]
+    first = run([*light, *heavy])[:40]
+    assert 28 <= sum(i[0] == "a" for i in first) <= 32
+
+
+def test_quiet_hours_are_neither_saved_up_nor_charged(run):
+    driver = Driver(new_scheduler())
+    for i in range(20):
+        driver.add(create_request(f"a{i}", 4, tenant="a"))
+    while driver.scheduler.has_work():
+        driver.step()
+    for i in range(20):
+        driver.add(create_request(f"b{i}", 4, tenant="b"))
+        driver.add(create_request(f"c{i}", 4, tenant="a"))
+    order = order_of_admission(driver)[20:]
+    for n in range(4, 40):
+        assert abs(sum(i[0] == "b" for i in order[:n]) - n / 2) <= 2
+
+
+def test_priority_is_stricter_than_fairness(run):
+    requests = [(f"a{i}", "a", {"priority": -1}) for i in range(10)]
+    requests += [(f"b{i}", "b", {}) for i in range(3)]
+    assert run(requests, "priority")[:10] == [f"a{i}" for i in range(10)]
+
+
+def test_one_tenant_is_the_policy_alone(run):
+    requests = [(f"r{i}", "", {"prompt": n}) for i, n in enumerate((9, 3, 20, 1))]
+    assert run(requests) == ["r0", "r1", "r2", "r3"]
+    assert run(requests, "shortest-prompt") == ["r3", "r1", "r0", "r2"]
+
+
+def new_request(arrival: int, tenant: str, num_tokens: int = 8, **changes: object) -> Request:
+    message = create_request(f"r{arrival}", num_tokens, tenant=tenant, **changes)
+    return Request(
+        message, arrival=arrival, seed=0, max_num_tokens=100, eos_token_ids=frozenset[int]()
+    )
+
+
+def test_preempted_request_goes_before_every_tenant():
+    queue = FairQueue(POLICIES["fcfs"])
+    requests = [new_request(i, "ab"[i % 2]) for i in range(6)]
+    for request in requests:
+        queue.join(request)
+        queue.push(request)
+    first = queue.pop()
+    queue.admitted(first, 10_000)  # its tenant is far behind now
+    first.num_preemptions, first.status = 1, RequestStatus.PREEMPTED
+    queue.push(first)
+    assert queue.pop() is first
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_lives_against_a_plain_search(policy):
+    """Every pop is the minimum over all waiting; nothing is lost, and the heap stays small."""
+    draw = random.Random(1)
+    queue, waiting, running = FairQueue(POLICIES[policy]), [], []
+    for arrival in range(3000):
+        action = draw.choice(["add", "add", "admit", "block", "abort", "finish"])
+        if action == "add":
+            name = draw.choice("abc")
+            priority = draw.randrange(2)
+            request = new_request(arrival, name, draw.randrange(1, 30), priority=priority)
+            queue.join(request)
+            queue.push(request)
+            waiting.append(request)
+        elif action in ("admit", "block") and waiting:
+            urgency = POLICIES[policy].urgency
+            served = {name: tenant.served for name, tenant in queue._tenants.items()}
+            best = min((urgency(r), served[r.tenant]) for r in waiting)
+            request = queue.pop()
+            assert (urgency(request), served[request.tenant]) == best
+            own = [r for r in waiting if r.tenant == request.tenant]
+            assert request is min(own, key=POLICIES[policy].waiting_key)
+            if action == "block":
+                queue.push(request)
+                continue
+            waiting.remove(request)
+            running.append(request)
+            queue.admitted(request, request.num_tokens)
+            request.status = RequestStatus.RUNNING
+        elif action == "abort" and waiting:
+            request = waiting.pop(draw.randrange(len(waiting)))
+            request.status = RequestStatus.FINISHED_ABORTED
+            queue.discard(request)
+            queue.leave(request)
+        elif action == "finish" and running:
+            request = running.pop(draw.randrange(len(running)))
+            request.num_tokens += draw.randrange(20)
+            queue.leave(request)
+        assert len(queue) == len(waiting)
+        assert len(queue._turns) <= 65 + 2 * 3
+        if arrival % 50 == 0:
+            queue.check_integrity(waiting + running)
+            assert sorted(r.arrival for r in queue.requests()) == sorted(r.arrival for r in waiting)
+
+
+def test_order_told_is_the_order_taken():
+    driver = Driver(new_scheduler(max_num_seqs=1))
+    for i in range(12):
+        driver.add(create_request(f"r{i}", 3 + i, tenant="abc"[i % 3], max_tokens=1))
+    told = [
+        p.request_id for p in sorted(driver.scheduler.progress(), key=lambda p: p.queue_position)
+    ]
+    assert order_of_admission(driver) == told
+
+
+def test_progress_says_where_requests_are():
+    driver = Driver(new_scheduler(max_num_batched_tokens=8))
+    driver.add(create_request("r", 20, max_tokens=3))
+    driver.add(create_request("w", 5))
+    driver.step()
+    progress = {p.request_id: p for p in driver.scheduler.progress(["w", "gone", "r"])}
+    assert set(progress) == {"r", "w"}
+    r, w = progress["r"], progress["w"]
+    assert (r.queue_position, r.num_computed_tokens, r.num_output_tokens) == (0, 8, 0)
+    assert (w.queue_position, w.num_prompt_tokens, w.num_computed_tokens) == (1, 5, 0)
