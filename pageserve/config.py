@@ -132,7 +132,18 @@ class ServerArgs(_Checked):
     root_path: str = _opt("", "URL prefix added by a proxy")
     allow_origin: tuple[str, ...] = _opt((), "CORS origin to allow (repeatable)")
     strict_params: bool = _opt(False, "refuse unknown request fields instead of listing them")
+    strict_context: bool = _opt(False, "refuse prompt + max_tokens beyond the context: no clamping")
+    any_model: bool = _opt(False, "serve requests for any model name with the default model")
+    max_stop: int = _opt(16, "stop strings a request may have", min=1, max=1024)
     max_queue: int = _opt(1024, "waiting requests before 503", min=1)
+    max_queued_tokens: int | None = _opt(None, "waiting prompt tokens before 503", min=1)
+    queue_timeout: float | None = _opt(
+        None, "seconds a request may wait to be run (504)", min=0.001
+    )
+    default_deadline: float | None = _opt(
+        None, "seconds for requests that bring no deadline_ms (504)", min=0.001
+    )
+    timings: bool = _opt(False, "put a timings object into every reply")
     max_body_mib: float = _opt(32.0, "largest request body in MiB", min=0)
     sse_keepalive: float = _opt(15.0, "seconds of silence before an SSE comment (0: never)", min=0)
     drain_timeout: float = _opt(30.0, "seconds to finish running requests on SIGTERM", min=0)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from pageserve.config import EngineConfig
 from pageserve.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -171,6 +172,8 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True, gc=False):
     device: str
     attention_backend: str
     fingerprint: str
+    memory_bytes: dict[str, int] = {}  # what the device's memory is used for
+    config: EngineConfig | None = None  # with all that depends on model and device filled in
 
 
 class EngineDead(msgspec.Struct, tag="dead", array_like=True, gc=False):

@@ -9,7 +9,7 @@ import math
 import msgspec
 
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 1024  # of the engine; the API allows --max-stop
 GREEDY_EPS = 1e-5
 
 

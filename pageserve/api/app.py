@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import pageserve
-from pageserve.api import probes
+from pageserve.api import control, probes
 from pageserve.api.chat_completions import create_chat_completion
 from pageserve.api.completions import create_completion
 from pageserve.api.context import ServingContext
@@ -19,11 +19,13 @@ from pageserve.api.errors import APIError, method_not_allowed, unknown_url
 from pageserve.api.middleware import Gate, RequestFrame
 from pageserve.api.models import list_models, retrieve_model
 from pageserve.api.protocol import (
+    ApplyTemplateRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pageserve.api.requests import cancel_request, list_requests
 from pageserve.api.tokenize import detokenize, tokenize
 
 Handler = Callable[[ServingContext, Request], Awaitable[Response]]
@@ -81,6 +83,13 @@ def _add_routes(app: FastAPI, context: ServingContext) -> None:
     add("GET", ["/v1/models/{model:path}"], retrieve_model)
     add("POST", ["/tokenize", "/v1/tokenize"], tokenize, TokenizeRequest)
     add("POST", ["/detokenize", "/v1/detokenize"], detokenize, DetokenizeRequest)
+    add("GET", ["/tokenizer_info"], control.tokenizer_info)
+    add("POST", ["/apply-template"], control.apply_template, ApplyTemplateRequest)
+    add("GET", ["/v1/requests"], list_requests)
+    add("POST", ["/v1/requests/{request_id:path}/cancel"], cancel_request)
+    add("POST", ["/reset_prefix_cache"], control.reset_prefix_cache)
+    add("GET", ["/server_info"], control.server_info)
+    add("GET", ["/load"], control.load)
     add("GET", ["/health", "/v1/health"], probes.health)
     add("GET", ["/live"], probes.live)
     add("GET", ["/ready"], probes.ready)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from pageserve.api.chat import TemplateError, render_chat
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
-from pageserve.api.protocol import ChatCompletionRequest, TokenizeRequest
+from pageserve.api.protocol import ChatCompletionRequest, TemplateRequest
 from pageserve.api.serving import (
     check_text_length,
     fit_prompt,
@@ -32,7 +32,7 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     return respond(context, http, request, [prompt], params, headers, arrival)
 
 
-def render(context: ServingContext, request: ChatCompletionRequest | TokenizeRequest) -> str:
+def render(context: ServingContext, request: ChatCompletionRequest | TemplateRequest) -> str:
     """Return the prompt text of a conversation; raises :class:`APIError`."""
     kwargs = dict(request.chat_template_kwargs)
     effort = getattr(request, "reasoning_effort", None)

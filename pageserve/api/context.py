@@ -125,6 +125,8 @@ class ServingContext:
         if not name:
             return self.model_names[0]
         if name not in self.model_names:
+            if self.config.any_model:
+                return self.model_names[0]
             raise model_not_found(name)
         return name
 
@@ -150,13 +152,17 @@ class ServingContext:
         told = self.client.stats.num_waiting
         waiting = max(self.load.pending + new - free_seats, told + new if told else 0)
         if waiting > self.config.max_queue:
-            self.metrics.count_rejection("queue_full")
-            raise unavailable(
-                "server_is_overloaded",
-                f"the queue is full: --max-queue is {self.config.max_queue}",
-                self._retry_after(),
-            )
+            raise self._overloaded(f"--max-queue is {self.config.max_queue}")
+        most_tokens = self.config.max_queued_tokens
+        queued_tokens = self.load.pending_tokens + generation.num_prompt_tokens
+        if most_tokens is not None and waiting and queued_tokens > most_tokens:
+            raise self._overloaded(f"--max-queued-tokens is {most_tokens}")
         self.generations.add(generation)
+
+    def _overloaded(self, limit: str) -> APIError:
+        self.metrics.count_rejection("queue_full")
+        message = f"the queue is full: {limit}"
+        return unavailable("server_is_overloaded", message, self._retry_after())
 
     def _retry_after(self) -> int:
         rate = self.metrics.prefill_rate

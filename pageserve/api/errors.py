@@ -91,12 +91,17 @@ def server_draining() -> APIError:
     return unavailable("server_draining", "the server is shutting down")
 
 
-def deadline_exceeded() -> APIError:
-    """Return the 504 of a request whose own time limit passed."""
+def request_cancelled() -> APIError:
+    """Return the 499 of a request that was ended by POST /v1/requests/{id}/cancel."""
+    return APIError(499, "request_cancelled", "the request was cancelled", type="api_error")
+
+
+def deadline_exceeded(message: str = "the deadline of this request passed") -> APIError:
+    """Return the 504 of a request that was not done in time."""
     return APIError(
         504,
         "deadline_exceeded",
-        "the deadline of this request passed",
+        message,
         type="timeout_error",
         headers={"x-should-retry": "false"},
     )

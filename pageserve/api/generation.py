@@ -13,6 +13,7 @@ from pageserve.api.errors import (
     deadline_exceeded,
     engine_dead,
     internal_error,
+    request_cancelled,
 )
 from pageserve.api.keys import ApiKey
 from pageserve.api.metrics import SequenceTimes
@@ -22,6 +23,7 @@ from pageserve.messages import PROMPT_TOO_LONG, AddRequest
 
 logger = logging.getLogger("pageserve.api")
 
+QUESTION_TIMEOUT = 2.0  # seconds for the engine to answer between two steps
 MERGE_AHEAD = 64  # outputs of several sequences that may wait for their reader
 
 
@@ -59,10 +61,13 @@ class Generation:
         self._live = set(range(len(requests)))
         self._deadline = deadline
         self._failure: APIError | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._queue_check: asyncio.Task[None] | None = None
+        self.arrival = requests[0].arrival_time
         self.label = label
         self.num_pending = len(requests)
         if deadline is not None and time.monotonic() >= deadline:
+            self._metrics.deadlines.inc()
             raise deadline_exceeded()
         self.key.check_tokens(self.num_prompt_tokens)
         context.admit(self)
@@ -72,6 +77,21 @@ class Generation:
         context.load.pending_tokens += self.num_prompt_tokens
         for request in requests:
             self._metrics.enqueued(1, request.sampling_params.max_tokens or context.max_model_len)
+
+    @property
+    def id(self) -> str:
+        """The id of the reply."""
+        return self._sequences[0].request.request_id.rpartition("-")[0]
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all sequences have finished or are about to."""
+        return self._failure is not None or not self._live
+
+    @property
+    def request_ids(self) -> list[str]:
+        """What the engine calls the sequences."""
+        return [s.request.request_id for s in self._sequences]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,6 +112,8 @@ class Generation:
         """End all sequences; :meth:`outputs` then raises ``failure``."""
         if self._failure is None:
             self._failure = failure
+            if failure.code == "deadline_exceeded":
+                self._metrics.deadlines.inc()
             self._context.client.abort([self._sequences[i].request.request_id for i in self._live])
 
     def outputs(self) -> AsyncGenerator[tuple[int, TextOutput]]:
@@ -99,22 +121,69 @@ class Generation:
 
         Raises :class:`APIError` if one of them fails; closing the generator aborts them all.
         """
+        loop, now = asyncio.get_running_loop(), time.monotonic()
         if self._deadline is not None:
-            delay = self._deadline - time.monotonic()
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay, self.abort, deadline_exceeded())
+            delay = self._deadline - now
+            self._timers.append(loop.call_later(delay, self.abort, deadline_exceeded()))
+        patience = self._context.config.queue_timeout
+        if patience is not None:
+            delay = self.arrival + patience - now
+            self._timers.append(loop.call_later(delay, self._patience_ended))
         return self._run(0) if len(self._sequences) == 1 else self._merge()
 
     def close(self) -> None:
         """Give the place in the queue back; sequences still running count as aborted."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
+        if self._queue_check is not None:
+            self._queue_check.cancel()
         for index in sorted(self._live):
             self._finish(index, "abort")
         self._context.generations.discard(self)
         self.key.charge(self.num_output_tokens)
         computed = sum(s.num_prompt for s in self._sequences if s.times.first_token)
         self._metrics.count_key_tokens(self.key.name, computed, self.num_output_tokens)
+
+    def timings(self) -> dict[str, float | int | None]:
+        """Return how long queue, prompt and output took, in milliseconds; None for what has not
+        happened. Of several sequences the earliest begin and the latest end count."""
+        all_times = [s.times for s in self._sequences]
+
+        def first(name: str) -> float:
+            return min((t for t in (getattr(x, name) for x in all_times) if t), default=0.0)
+
+        def span(start: float, end: float) -> float | None:
+            return round(max(0.0, end - start) * 1000, 3) if start and end else None
+
+        scheduled, first_token = first("scheduled"), first("first_token")
+        last_token = max(x.last_token for x in all_times)
+        decode_ms = span(first_token, last_token)
+        num_decoded = self.num_output_tokens - len(self._sequences)
+        return {
+            "queue_ms": span(self.arrival, scheduled),
+            "prefill_ms": span(scheduled, first_token),
+            "ttft_ms": span(self.arrival, first_token),
+            "decode_ms": decode_ms,
+            "tokens_per_second": round(num_decoded / decode_ms * 1000, 2) if decode_ms else None,
+            "cached_tokens": self.num_cached_tokens,
+        }
+
+    def _patience_ended(self) -> None:
+        if self.num_pending == len(self._sequences):
+            self._queue_check = asyncio.create_task(self._leave_queue())
+
+    async def _leave_queue(self) -> None:
+        """End a request of which nothing has begun to run yet, as only the engine knows."""
+        try:
+            async with asyncio.timeout(QUESTION_TIMEOUT):
+                found = await self._context.client.get_progress(self.request_ids)
+        except EngineDeadError:
+            return  # which ends the request anyway
+        except TimeoutError:
+            found = None  # a hung engine runs nothing
+        if found is None or (found and all(p.queue_position for p in found)):
+            seconds = self._context.config.queue_timeout
+            self.abort(deadline_exceeded(f"the request waited {seconds:g} s without being run"))
 
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, TextOutput]]:
         """Run one sequence and count what it does."""
@@ -202,7 +271,7 @@ class Generation:
 def _failure(output: TextOutput) -> APIError:
     """Turn an engine's failure into the answer it deserves."""
     if output.finish_reason == "abort":
-        return APIError(499, "request_cancelled", "the request was cancelled", type="api_error")
+        return request_cancelled()
     error = output.error or ""
     if error.startswith(PROMPT_TOO_LONG):
         return bad_request("context_length_exceeded", error.removeprefix(PROMPT_TOO_LONG).strip())

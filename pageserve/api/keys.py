@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from starlette.requests import Request
 
 from pageserve.api.errors import APIError
 from pageserve.config import ConfigError
@@ -214,11 +215,13 @@ def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def insufficient_permissions() -> APIError:
-    """Return the 403 of a key that is no admin's."""
-    return APIError(
-        403, "insufficient_permissions", "this needs an admin key", type="permission_error"
-    )
+def require_admin(http: Request) -> None:
+    """Raise the 403 of a request whose key is no admin's."""
+    key: ApiKey = http.scope["api_key"]
+    if not key.admin:
+        raise APIError(
+            403, "insufficient_permissions", "this needs an admin key", type="permission_error"
+        )
 
 
 def _too_many(message: str, wait: float) -> APIError:

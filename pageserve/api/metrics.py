@@ -42,7 +42,10 @@ LATENCY_BUCKETS = (
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
-STREAM_ERRORS = ("internal_error", "engine_dead", "server_draining", "deadline_exceeded")
+STREAM_ERRORS = (
+    "internal_error", "engine_dead", "server_draining", "deadline_exceeded", "request_cancelled",
+    "context_length_exceeded",
+)  # fmt: skip
 LABELS = ("model_name", "engine")
 DEFAULT_CONTEXT = 131072  # for the buckets of token counts when --max-model-len is not given
 
@@ -170,6 +173,9 @@ class Metrics:
         )
         self.disconnects = make(
             "pageserve:client_disconnects", "clients that left early", LABELS
+        ).labels(*self.labels)
+        self.deadlines = make(
+            "pageserve:deadline_exceeded", "requests that were not done in time", LABELS
         ).labels(*self.labels)
         errors = make("pageserve:stream_errors", "streams that failed", (*LABELS, "code"))
         self._stream_errors = {code: errors.labels(*self.labels, code) for code in STREAM_ERRORS}

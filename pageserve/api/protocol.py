@@ -299,23 +299,34 @@ class CompletionRequest(GenerationRequest):
         return "max_tokens"
 
 
-class TokenizeRequest(_Body):
-    """Body of POST /tokenize: ``prompt`` (or ``content``) or ``messages``."""
+class TemplateRequest(_Body):
+    """Fields of bodies that are rendered and not run."""
 
     neutral = {"tools": ([],), "chat_template": _NOTHING}
 
     model: str = ""
-    prompt: str | None = None
-    content: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_special: bool | None = None
-    with_pieces: bool = False
-    return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = {}
     documents: list[dict[str, str]] | None = None
+
+
+class ApplyTemplateRequest(TemplateRequest):
+    """Body of POST /apply-template."""
+
+    messages: Messages
+
+
+class TokenizeRequest(TemplateRequest):
+    """Body of POST /tokenize: ``prompt`` (or ``content``) or ``messages``."""
+
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    with_pieces: bool = False
+    return_token_strs: bool = False
 
 
 class DetokenizeRequest(_Body):

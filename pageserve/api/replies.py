@@ -78,6 +78,7 @@ class Reply:
     continuous_usage: bool = False
     logprobs: Sequence[LogprobFormat] | None = None
     prompt_token_ids: Sequence[list[int]] | None = None
+    timings: bool = False  # whether to say how long things took
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Return the tokens counted so far."""
@@ -130,6 +131,8 @@ def whole_reply(reply: Reply, choices: Sequence[Choice], generation: Generation)
         if reply.prompt_token_ids is not None:
             body["prompt_token_ids"] = reply.prompt_token_ids[0]
     body["system_fingerprint"] = reply.fingerprint
+    if reply.timings:
+        body["timings"] = generation.timings()
     return orjson.dumps(body)
 
 
@@ -183,6 +186,7 @@ class ChunkEncoder:
             reply.logprobs is None and reply.prompt_token_ids is None and not reply.continuous_usage
         )
         self._opened = False
+        self._num_unfinished = reply.num_choices
         self._first = [True] * reply.num_choices
         self._held: list[Choice] = [Choice() for _ in range(reply.num_choices)]
 
@@ -210,7 +214,8 @@ class ChunkEncoder:
         if output.finish_reason is not None:
             stop = b',"stop_reason":' + orjson.dumps(output.stop_reason)
             finish = orjson.dumps(output.finish_reason)
-            events.append(self._chunk(index, shape.no_text, held, finish + stop))
+            self._num_unfinished -= 1
+            events.append(self._chunk(index, shape.no_text, held, finish + stop, self._timings()))
         return b"".join(events)
 
     def _role(self, index: int) -> bytes:
@@ -222,7 +227,14 @@ class ChunkEncoder:
             prompt = b',"prompt_token_ids":' + orjson.dumps(ids[0])
         return b"".join((self._choice_heads[index], members, prompt, self._usage()))
 
-    def _chunk(self, index: int, text: bytes, content: Choice, finish: bytes) -> bytes:
+    def _timings(self) -> bytes:
+        if not self._reply.timings or self._num_unfinished:
+            return b""
+        return b',"timings":' + orjson.dumps(self._generation.timings())
+
+    def _chunk(
+        self, index: int, text: bytes, content: Choice, finish: bytes, more: bytes = b""
+    ) -> bytes:
         logprobs = b"null"
         if self._reply.logprobs is not None and content.logprobs:
             logprobs = orjson.dumps(self._reply.logprobs[index].format(content.logprobs))
@@ -236,6 +248,7 @@ class ChunkEncoder:
                 finish,
                 self._token_ids(index, content),
                 b"}]",
+                more,
                 self._usage(),
             )
         )

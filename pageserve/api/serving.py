@@ -56,6 +56,9 @@ async def read_generation(
     body = await read_json(http, context.max_body_bytes)
     request = parse(cls, body)
     request.model = context.resolve_model(request.model)
+    if len(request.stop) > context.config.max_stop:
+        message = f"stop takes at most {context.config.max_stop} strings"
+        raise bad_request("array_above_max_length", message, "stop")
     request.check_conflicts()
     refuse_unsupported(request, priorities=context.priorities)
     return request, report_ignored(
@@ -109,14 +112,15 @@ def fit_prompt(
 
 
 def context_length_exceeded(
-    context: ServingContext, num_prompt: int, param: str, bound: str = ""
+    context: ServingContext, num_prompt: int, param: str, bound: str = "", wanted: int = 1
 ) -> APIError:
-    """Return the 400 of a prompt that leaves no room for output."""
+    """Return the 400 of a prompt that leaves no room for the ``wanted`` output tokens."""
     limit = context.max_model_len
+    needed = "at least one is" if wanted == 1 else f"{wanted} are"
     return bad_request(
         "context_length_exceeded",
         f"This model's maximum context length is {limit} tokens. However, the prompt has "
-        f"{bound}{num_prompt} tokens and at least one is needed for the output.",
+        f"{bound}{num_prompt} tokens and {needed} needed for the output.",
         param,
         {"prompt_tokens": num_prompt, "max_model_len": limit},
     )
@@ -187,9 +191,16 @@ def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]] | 
     return sequences or None
 
 
-def _for_prompt(context: ServingContext, params: SamplingParams, num_prompt: int) -> SamplingParams:
-    """Return the parameters with an output limit that fits the context behind this prompt."""
+def _for_prompt(
+    context: ServingContext, params: SamplingParams, num_prompt: int, param: str
+) -> SamplingParams:
+    """Return the parameters with an output limit that fits the context behind this prompt.
+
+    Raises :class:`APIError` if it does not fit and --strict-context is set.
+    """
     room = context.max_model_len - num_prompt
+    if context.config.strict_context and params.max_tokens is not None and params.max_tokens > room:
+        raise context_length_exceeded(context, num_prompt, param, wanted=params.max_tokens)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     return msgspec.structs.replace(
         params, max_tokens=limit, min_tokens=min(params.min_tokens, limit)
@@ -228,13 +239,16 @@ def respond(
         continuous_usage=request.continuous_usage,
         logprobs=formats,
         prompt_token_ids=prompts if request.return_token_ids else None,
+        timings=context.config.timings or http.headers.get("x-timings") == "1",
     )
     key: ApiKey = http.scope["api_key"]
     requests = [
         AddRequest(
             request_id=f"{reply_id}-{i}",
             prompt_token_ids=prompt,
-            sampling_params=_for_prompt(context, params, len(prompt)),
+            sampling_params=_for_prompt(
+                context, params, len(prompt), "messages" if is_chat else "prompt"
+            ),
             arrival_time=arrival,
             priority=max(-(2**63), min(2**63 - 1, request.priority + key.priority)),
             cache_salt=request.cache_salt,
@@ -243,17 +257,22 @@ def respond(
         )
         for i, prompt in enumerate(prompts)
     ]
-    limit_ms = _deadline_ms(http, request)
+    limit_ms = _deadline_ms(context, http, request)
     deadline = None if limit_ms is None else arrival + limit_ms / 1000
     generation = Generation(context, requests, http.scope["request_id"], deadline, key)
     response = EventStreamResponse if request.stream else WholeResponse
     return response(context, generation, reply, headers)
 
 
-def _deadline_ms(http: Request, request: ChatCompletionRequest | CompletionRequest) -> int | None:
+def _deadline_ms(
+    context: ServingContext, http: Request, request: ChatCompletionRequest | CompletionRequest
+) -> float | None:
     header = http.headers.get("x-request-timeout-ms")
-    if request.deadline_ms is not None or header is None:
+    if request.deadline_ms is not None:
         return request.deadline_ms
+    if header is None:
+        seconds = context.config.default_deadline
+        return None if seconds is None else seconds * 1000
     digits = header.isascii() and header.isdigit() and len(header) <= 8
     if not digits or not 1 <= int(header) <= 86_400_000:
         raise bad_request("invalid_value", "x-request-timeout-ms must be 1 to 86400000")

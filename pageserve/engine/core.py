@@ -66,6 +66,8 @@ class EngineCore:
             device=config.model.device,
             attention_backend=config.model.attention_backend,
             fingerprint=self.worker.fingerprint,
+            memory_bytes=self.worker.memory_bytes,
+            config=config,
         )
         gc.collect()
         gc.freeze()  # a full collection must not walk the model and the libraries in mid-step

@@ -60,6 +60,7 @@ class Worker:
             free_bytes=free_device_bytes(config),
         )
         self.num_kv_blocks = plan.num_blocks
+        self.memory_bytes = {"weights": plan.weight_bytes, "kv_cache": plan.pool_bytes}
         model = self.model_config
         kv_cache = allocate_kv_cache(plan, model, dtype, device)
         self.runner = ModelRunner(
