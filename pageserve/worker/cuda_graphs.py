@@ -5,10 +5,12 @@ so the host sends some bytes and one launch a step. There are two kinds of bucke
 one token per row, and mixed steps, in which ``num_tokens`` are shared among the rows in any way.
 Padding rows have slot -1: they read token 0, write no KV and attend to nothing.
 
-Rows with penalties, biases or log probabilities are not for the graphs: see ``key_for``.
+A step with rows that want more than the sampling kernels do (penalties, biases, log probabilities)
+ends at its logits, from which the caller samples: see :class:`Ending`.
 """
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,13 +34,26 @@ MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch ker
 TILE = 128  # tokens that larger steps are padded to a multiple of
 
 
+class Ending(Enum):
+    """How a step ends."""
+
+    GREEDY = "greedy"  # every row takes its best token
+    DRAW = "draw"  # rows sample with temperature and filters, greedy ones among them
+    LOGITS = "logits"  # the step leaves its logits, and who launched it samples
+
+
 class GraphKey(NamedTuple):
     """What a graph is captured for."""
 
     num_tokens: int
     num_rows: int
     decode: bool  # every row has exactly one token, which samples; False: any mix
-    draws: bool  # sampling with temperature; False: all rows are greedy
+    ending: Ending
+
+    @property
+    def leaves_logits(self) -> bool:
+        """Whether who launches the step has to sample."""
+        return self.ending is Ending.LOGITS
 
 
 def row_buckets(max_num_seqs: int) -> list[int]:
@@ -88,6 +103,9 @@ class CUDAGraphRunner:
         self.mixed_row_sizes = [n for n in (64, 256) if n < max_num_seqs] + [max_num_seqs]
 
         self.inputs = _make_stage(max_num_seqs, device=self.device)
+        self._logits = torch.empty(
+            max_num_seqs, vocab_limit, dtype=kv_cache.dtype, device=self.device
+        )
         self._decode_buffers = {n: InputBuffers.allocate(n, self.device) for n in self.row_sizes}
         pinned = self.device.type == "cuda"
         self._stages = [_make_stage(max_num_seqs, pin_memory=pinned) for _ in range(STAGES)]
@@ -98,7 +116,7 @@ class CUDAGraphRunner:
 
     def keys(self) -> list[GraphKey]:
         """Buckets to capture at start-up, largest first, so that the smaller ones reuse the memory
-        of the larger. Those that draw are captured when they are first needed."""
+        of the larger. Only greedy ones: the others are captured when they are first needed."""
         decode = [(n, n, True) for n in reversed(self.row_sizes)]
         mixed = [
             (tokens, rows, False)
@@ -106,7 +124,7 @@ class CUDAGraphRunner:
             for rows in reversed(self.mixed_row_sizes)
             if rows <= _bucket(self.mixed_row_sizes, min(tokens, self.mixed_row_sizes[-1]))
         ]
-        return [GraphKey(*shape, False) for shape in mixed + decode]
+        return [GraphKey(*shape, Ending.GREEDY) for shape in mixed + decode]
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -120,7 +138,7 @@ class CUDAGraphRunner:
             if progress is not None:
                 progress(i + 1, len(keys))
         for rows in self.mixed_row_sizes:  # compile what larger steps need
-            self._run(GraphKey(self.token_sizes[-1] + TILE, rows, False, False))
+            self._run(GraphKey(self.token_sizes[-1] + TILE, rows, False, Ending.GREEDY))
         torch.cuda.synchronize()
 
     def _capture(self, key: GraphKey) -> torch.cuda.CUDAGraph:
@@ -144,25 +162,25 @@ class CUDAGraphRunner:
         if new_requests:
             self._sampling.put(new_requests)
 
-    def key_for(self, step: SchedulerOutput) -> GraphKey | None:
-        """Return the bucket of a step, None if a row wants what only the PyTorch sampler does."""
+    def key_for(self, step: SchedulerOutput) -> GraphKey:
+        """Return the bucket of a step."""
         num_rows, num_tokens = len(step.rows), step.num_scheduled_tokens
         slots = [row.slot for row in step.rows if row.samples]
-        if any(self._sampling.special[slot] for slot in slots):
-            return None
-        draws = any(self._sampling.draws[slot] for slot in slots)
+        ending = self._sampling.ending(slots)
         if num_rows == num_tokens == len(slots):
             size = _bucket(self.row_sizes, num_rows)
-            return GraphKey(size, size, True, draws)
+            return GraphKey(size, size, True, ending)
         rows = _bucket(self.mixed_row_sizes, num_rows)
         if num_tokens > self.token_sizes[-1]:
             # Nothing to gain from a graph; whole tiles keep the variety of shapes small.
-            return GraphKey(cdiv(num_tokens, TILE) * TILE, rows, False, draws)
-        return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, draws)
+            return GraphKey(cdiv(num_tokens, TILE) * TILE, rows, False, ending)
+        return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, ending)
 
     def replay(self, key: GraphKey, step: SchedulerOutput) -> torch.Tensor:
-        """Launch a step; returns pinned int64 [num_rows], one entry per row whether it samples or
-        not, valid once the stream got there (record an event)."""
+        """Launch a step. Returns one entry per row, whether it samples or not: the sampled ids,
+        pinned int64 [num_rows], valid once the stream got there (record an event); with
+        ``Ending.LOGITS`` the logits [num_rows, vocab_limit] on the device, valid until the next
+        step, which nobody has sampled from."""
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % STAGES
         num_rows = len(step.rows)
@@ -175,6 +193,8 @@ class CUDAGraphRunner:
             self._run(key, self.backend.long_rows(step.rows) if too_large else ())
         else:
             graph.replay()
+        if key.leaves_logits:
+            return self._logits[:num_rows]
         stage.sampled[:num_rows].copy_(self.inputs.sampled[:num_rows], non_blocking=True)
         return stage.sampled[:num_rows]
 
@@ -247,7 +267,10 @@ class CUDAGraphRunner:
         if not key.decode:
             hidden = hidden[(query_start_loc[1:] - 1).clamp_min(0)]
         logits = self.model.compute_logits(hidden)[:, : self.vocab_limit]
-        if key.draws:
+        if key.leaves_logits:
+            self._logits[:num_rows].copy_(logits)
+            return
+        if key.ending is Ending.DRAW:
             sampled = sample(logits, *self._sampling.rows(row_slots, last[:, 1] + 1))
         else:
             sampled = greedy_sample(logits)
@@ -285,6 +308,12 @@ class _SamplingTable:
         self.floats[:, slots] = floats.t()
         self.ints[:, slots] = ints.t()
         self.seeds[slots] = seeds
+
+    def ending(self, slots: Sequence[int]) -> Ending:
+        """Return how a step must end in which ``slots`` sample."""
+        if any(self.special[slot] for slot in slots):
+            return Ending.LOGITS
+        return Ending.DRAW if any(self.draws[slot] for slot in slots) else Ending.GREEDY
 
     def rows(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return (temperature, top_k, top_p, min_p, seeds, output positions) of ``slots`` [n],

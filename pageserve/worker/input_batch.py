@@ -30,8 +30,6 @@ class InputBatch:
     max_query_len: int
     max_seq_len: int
     logits_indices: torch.Tensor  # [num_samples] int64: last token of each row that samples
-    sample_slots: torch.Tensor  # [num_samples] int64
-    sample_positions: torch.Tensor  # [num_samples] int64: where the sampled token goes
 
     @classmethod
     def build(cls, rows: list[ScheduledRow], states: RequestStates) -> "InputBatch":
@@ -51,10 +49,6 @@ class InputBatch:
             torch.from_numpy(np.stack([np.repeat(slots, scheduled), positions])), device
         )
         row_part = to_device(torch.from_numpy(np.stack([slots, ends, seq_lens])), device)
-        sample_part = to_device(
-            torch.from_numpy(np.stack([ends[samples] - 1, slots[samples], seq_lens[samples]])),
-            device,
-        )
         token_slots, token_positions = token_part
         block_size = states.block_size
         max_seq_len = int(seq_lens.max())
@@ -70,7 +64,5 @@ class InputBatch:
             slot_mapping=blocks * block_size + token_positions % block_size,
             max_query_len=int(scheduled.max()),
             max_seq_len=max_seq_len,
-            logits_indices=sample_part[0],
-            sample_slots=sample_part[1],
-            sample_positions=sample_part[2],
+            logits_indices=to_device(torch.from_numpy(ends[samples] - 1), device),
         )

@@ -14,7 +14,7 @@ from pageserve.attention import AttentionBackend
 from pageserve.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.worker.input_batch import InputBatch
-from pageserve.worker.request_states import RequestStates
+from pageserve.worker.request_states import RequestStates, to_device
 from pageserve.worker.sampler import Sampler, SamplerOutput
 from pageserve.worker.sampling_metadata import build_sampling_metadata
 
@@ -94,11 +94,7 @@ class ModelRunner:
         self.states.apply(step, self.kv_cache)
         if self.graphs is not None:
             self.graphs.admit(step.new_requests)
-            key = self.graphs.key_for(step)
-            if key is not None:
-                sampled = SamplerOutput(self.graphs.replay(key, step))
-                samples = [row.samples for row in step.rows]
-                return StepHandle(step.step_id, sampled, [], self._event(), samples)
+            return self._execute_graph(step, self.graphs)
         batch = InputBatch.build(step.rows, self.states)
         metadata = self.backend.build_metadata(
             batch.query_start_loc,
@@ -109,15 +105,21 @@ class ModelRunner:
             batch.max_seq_len,
         )
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
-        sampled, wants = None, []
-        if len(batch.logits_indices):
-            logits = self.model.compute_logits(hidden[batch.logits_indices]).float()
-            sampled, wants = self._sample(step, batch, logits)
-        return self._handle(step.step_id, sampled, wants)
+        if not len(batch.logits_indices):
+            return StepHandle(step.step_id, None, [], None)
+        return self._sample(step, self.model.compute_logits(hidden[batch.logits_indices]))
 
-    def _sample(
-        self, step: SchedulerOutput, batch: InputBatch, logits: torch.Tensor
-    ) -> tuple[SamplerOutput, list[int]]:
+    def _execute_graph(self, step: SchedulerOutput, graphs: "CUDAGraphRunner") -> StepHandle:
+        key = graphs.key_for(step)
+        result = graphs.replay(key, step)
+        samples = [row.samples for row in step.rows]
+        if key.leaves_logits:
+            sampling = torch.tensor([i for i, there in enumerate(samples) if there])
+            return self._sample(step, result[to_device(sampling, self.device)])
+        return StepHandle(step.step_id, SamplerOutput(result), [], self._event(), samples)
+
+    def _sample(self, step: SchedulerOutput, logits: torch.Tensor) -> StepHandle:
+        """Choose a token for every row that samples, whose ``logits`` these are."""
         rows = [
             self.states.row_sampling(r.slot, r.num_computed_tokens + r.num_scheduled_tokens)
             for r in step.rows
@@ -126,12 +128,13 @@ class ModelRunner:
         metadata = build_sampling_metadata(
             rows, self.states.token_ids, self.vocab_limit, self.eos_token_ids, self.device
         )
-        sampled = self.sampler(logits, metadata)
-        self.states.record(batch.sample_slots, batch.sample_positions, sampled.token_ids)
-        return sampled, [-1 if (k := row.params.logprobs) is None else k for row in rows]
+        sampled = self.sampler(logits.float(), metadata)
+        self.states.record(rows, sampled.token_ids)
+        wants = [-1 if (k := row.params.logprobs) is None else k for row in rows]
+        return self._handle(step.step_id, sampled, wants)
 
-    def _handle(self, step_id: int, sampled: SamplerOutput | None, wants: list[int]) -> StepHandle:
-        if self.device.type != "cuda" or sampled is None:
+    def _handle(self, step_id: int, sampled: SamplerOutput, wants: list[int]) -> StepHandle:
+        if self.device.type != "cuda":
             return StepHandle(step_id, sampled, wants, None)
         tensors = {f.name: getattr(sampled, f.name) for f in fields(sampled)}
         host = {

@@ -5,6 +5,8 @@ written back into the table on the device, the next step can be launched before 
 it, and prompt chunks and decodes read their input ids by the same rule: ``token_ids[slot, pos]``.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -63,12 +65,14 @@ class RequestStates:
             new.sampling_params, new.seed, slot, int(self.num_prompt_tokens[slot]), num_tokens
         )
 
-    def record(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Write sampled ``token_ids`` [n] to ``positions`` [n] of ``slots`` [n], all on device.
+    def record(self, rows: Sequence[RowSampling], token_ids: torch.Tensor) -> None:
+        """Append the sampled ``token_ids`` [n], on the device, to the tokens of ``rows``.
 
         A -1 (corrupted row) is stored as 0: its request ends as soon as the host sees the -1, but
         a step that is already planned may still read the place.
         """
+        places = np.array([(row.slot, row.num_tokens) for row in rows], dtype=np.int64).T
+        slots, positions = to_device(torch.from_numpy(places.copy()), self.device)
         self.token_ids[slots, positions] = token_ids.clamp_min(0).to(torch.int32)
 
 
