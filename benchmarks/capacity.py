@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, machine, report
+from common import machine, report
 from contiguous import Ideal, Moment, serve_contiguous
 from plots import figures, line_style
 from simulation import EOS, Arrival, heavy_tailed, simulate, uniform
@@ -173,8 +173,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16384, help="tokens that the pool holds")
     parser.add_argument("--load", type=float, default=20.0, help="tokens offered, in pools")
     parser.add_argument("--prompt", type=int, nargs=2, default=(8, 40), metavar=("LOW", "HIGH"))
-    parser.add_argument("--json", help="also write the result to this file")
-    parser.add_argument("--picture", default=str(RESULTS / "capacity"), help="path without suffix")
+    parser.add_argument("--json", help="write the result here, pictures beside it")
     args = parser.parse_args()
     result = study(args.slots, args.load, tuple(args.prompt))
     for name, row in result["workloads"].items():
@@ -192,7 +191,8 @@ def main() -> None:
                 f" {r['recomputed']:>11.1%}"
             )
     print(f"largest block size with less than {MOST_WASTE:.0%} waste: {result['block_size']}\n")
-    draw(result, Path(args.picture))
+    if args.json:
+        draw(result, Path(args.json).with_suffix(""))
     report(
         {
             "benchmark": "capacity",

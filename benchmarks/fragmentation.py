@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from common import RESULTS, machine, report
+from common import machine, report
 from contiguous import Allocator, EqualRuns, FirstFit, Moment, serve_contiguous
 from plots import figures, line_style
 from simulation import EOS, Arrival, bimodal, heavy_tailed, simulate, uniform
@@ -131,13 +131,13 @@ def study(slots: int, num_tokens: int) -> dict[str, dict[str, Record]]:
     return records
 
 
-def draw(records: dict[str, dict[str, Record]], folder: Path, num_steps: int) -> None:
+def draw(records: dict[str, dict[str, Record]], path: Path, num_steps: int) -> None:
     """Internal and external fragmentation over the first ``num_steps`` steps, a picture each."""
     steps = range(0, num_steps, max(num_steps // 300, 1))  # more points than pixels help nobody
     for kind in ("internal", "external"):
         titles = [f"{kind} fragmentation, {name}" for name in records]
-        path = folder / f"fragmentation_{kind}"
-        with figures(path, titles, xlabel="step", ylabel="%") as panels:
+        picture = path.with_name(f"{path.name}_{kind}")
+        with figures(picture, titles, xlabel="step", ylabel="%") as panels:
             for axes, by_allocator in zip(panels, records.values(), strict=True):
                 for index, (name, record) in enumerate(by_allocator.items()):
                     values = getattr(record, kind)
@@ -152,8 +152,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16384, help="tokens that the pool holds")
     parser.add_argument("--load", type=float, default=40.0, help="tokens offered, in pools")
     parser.add_argument("--steps", type=int, default=1500, help="steps in the pictures")
-    parser.add_argument("--json", help="also write the result to this file")
-    parser.add_argument("--pictures", default=str(RESULTS), help="folder")
+    parser.add_argument("--json", help="write the result here, pictures beside it")
     args = parser.parse_args()
     records = study(args.slots, int(args.load * args.slots))
     rows = {
@@ -168,7 +167,8 @@ def main() -> None:
                 f" {r['blocked']:>8.1%} {r['idle']:>6.1%} {r['use']:>6.1%}"
             )
     print()
-    draw(records, Path(args.pictures), args.steps)
+    if args.json:
+        draw(records, Path(args.json).with_suffix(""), args.steps)
     report(
         {
             "benchmark": "fragmentation",

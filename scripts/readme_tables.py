@@ -173,6 +173,29 @@ def fragmentation(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def policies(result: dict[str, Any]) -> str:
+    """What four scheduling policies do to three workloads."""
+    device, names = result["device"], list(result["rows"])
+    out = [
+        "**Scheduling policies**, simulated: TTFT p50 / p99 (p50 of urgent requests, of long "
+        "prompts) in s, preemptions, Jain's fairness index. A step takes "
+        f"{device['fixed'] * 1e3:.1f} ms + {device['per_token'] * 1e3:.2f} ms a token, from the "
+        f"{device['name'].upper()} figures above. `python benchmarks/policies.py`, "
+        f"{_picture('policies')}; `--trace FILE` replays your own traffic.",
+        "",
+        f"| | {' | '.join(names)} |",
+        "|---|" + "---|" * len(names),
+    ]
+    for policy in result["rows"][names[0]]:
+        cells = [
+            f"{r['ttft_p50']:.1f} / {r['ttft_p99']:.0f} ({r['ttft_urgent_p50']:.1f}, "
+            f"{r['ttft_long_p50']:.1f}), {r['preemptions']}, {r['fairness']:.2f}"
+            for r in (result["rows"][name][policy] for name in names)
+        ]
+        out.append(f"| {policy} | {' | '.join(cells)} |")
+    return "\n".join([*out, ""])
+
+
 def _host(result: dict[str, Any]) -> str:
     m = result["machine"]
     return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, commit {m['commit']}"
@@ -195,6 +218,7 @@ def _picture(name: str, text: str = "picture") -> str:
 STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capacity": capacity,
     "fragmentation": fragmentation,
+    "policies": policies,
 }
 
 
