@@ -136,8 +136,14 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
+    """The checked-out commit, "-dirty" if any file but a result differs from it."""
     here = Path(__file__).parent
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
-    )
-    return run.stdout.strip() or "unknown"
+
+    def git(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True)
+
+    commit = git("describe", "--always").stdout.strip()
+    if not commit:
+        return "unknown"
+    code = git("diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results")
+    return commit + "-dirty" * (code.returncode != 0)
