@@ -41,13 +41,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise bad_request("invalid_json", f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise bad_request("invalid_json", "the request body must be a JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth_exceeds(value, MAX_DEPTH):
         raise bad_request("invalid_json", f"the request body nests deeper than {MAX_DEPTH} levels")
     return value
 
 
-def _depth_exceeds(value: Any, limit: int) -> bool:
-    level = [value]
+def depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether arrays and objects of ``value`` are more than ``limit`` deep inside each other."""
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
         level = [
             child

@@ -11,6 +11,7 @@ from pageserve.api.errors import APIError, bad_request
 from pageserve.api.protocol import ChatCompletionRequest, TemplateRequest
 from pageserve.api.serving import (
     check_text_length,
+    compile_constraint,
     fit_prompt,
     read_generation,
     respond,
@@ -29,7 +30,8 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
         return _encode(context, request), params
 
     prompt, params = await context.in_thread(prepare)
-    return respond(context, http, request, [prompt], params, headers, arrival)
+    grammar = await compile_constraint(context, request)
+    return respond(context, http, request, [prompt], params, grammar, headers, arrival)
 
 
 def render(context: ServingContext, request: ChatCompletionRequest | TemplateRequest) -> str:

@@ -10,6 +10,7 @@ from pageserve.api.errors import bad_request
 from pageserve.api.protocol import CompletionRequest
 from pageserve.api.serving import (
     check_text_length,
+    compile_constraint,
     fit_prompt,
     read_generation,
     respond,
@@ -31,7 +32,8 @@ async def create_completion(context: ServingContext, http: Request) -> Response:
         return [_encode(context, request, prompt) for prompt in request.prompt], params
 
     prompts, params = await context.in_thread(prepare)
-    return respond(context, http, request, prompts, params, headers, arrival)
+    grammar = await compile_constraint(context, request)
+    return respond(context, http, request, prompts, params, grammar, headers, arrival)
 
 
 def _encode(

@@ -16,6 +16,7 @@ from pageserve.api.errors import (
     server_draining,
     unavailable,
 )
+from pageserve.api.grammars import GrammarCompiler
 from pageserve.api.keys import load_keys
 from pageserve.api.metrics import Metrics
 from pageserve.config import EngineConfig, ServerArgs
@@ -74,6 +75,7 @@ class ServingContext:
         self.keys = load_keys(self.config.api_key, self.config.api_keys_file)
         names = [key.name for key in self.keys.keys]
         self.metrics = Metrics(self.model_names[0], self.client, self.engine_config, names)
+        self.grammars = GrammarCompiler()
         # More threads would only take turns: rendering holds the interpreter's lock.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._idle = asyncio.Event()

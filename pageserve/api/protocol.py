@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pageserve.api.chat import SERVER_OWNED
 from pageserve.api.errors import APIError, bad_request, from_validation_error, invalid, quote
 from pageserve.api.message_protocol import Messages
+from pageserve.api.structured_output import ConstrainedFields, constraint_of
 from pageserve.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_PROMPTS = 1024
@@ -135,15 +136,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": _NOTHING,
     "return_tokens_as_token_ids": (False,),
     "return_progress": (False,),
-    "structured_outputs": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "json_schema": _NOTHING,
-    "grammar": _NOTHING,
-    "regex": _NOTHING,
-    "ebnf": _NOTHING,
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
 }
@@ -195,7 +187,7 @@ class StreamOptions(BaseModel):
         return self
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(ConstrainedFields, _Body):
     """Fields that both generating endpoints share. None means: the server's default."""
 
     model: str = ""
@@ -216,7 +208,6 @@ class GenerationRequest(_Body):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    response_format: dict[str, Any] | None = None
     min_tokens: Annotated[Int, Field(ge=0)] = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[Int], Field(max_length=64)] = []
@@ -247,6 +238,7 @@ class GenerationRequest(_Body):
 
     def check_conflicts(self) -> None:
         """Refuse fields that contradict each other; raises :class:`APIError`."""
+        constraint_of(self)
         if self.stream_options is not None and not self.stream:
             raise bad_request(
                 "invalid_value", "stream_options needs stream to be true", "stream_options"
@@ -396,8 +388,6 @@ def refuse_unsupported(
             "priority needs the server flag --scheduling-policy priority",
             "priority",
         )
-    if request.response_format is not None:
-        _check_response_format(request.response_format)
 
 
 def _is_one_of(value: Any, neutral: Iterable[Any]) -> bool:
@@ -413,20 +403,3 @@ def _refusal(name: str, value: Any) -> APIError:
         text = f"tool_choice: must be none, auto, required or an object, got {quote(value)}"
         return bad_request("invalid_value", text, name)
     return bad_request("unsupported_parameter", f"{name} is not supported", name)
-
-
-def _check_response_format(value: dict[str, Any]) -> None:
-    kind = value.get("type")
-    if kind is None:
-        name = "response_format.type"
-        raise bad_request("missing_required_parameter", f"missing required field {name}", name)
-    if kind in ("json_object", "json_schema"):
-        raise bad_request(
-            "unsupported_value", f"response_format: {kind} is not supported", "response_format"
-        )
-    if kind != "text":
-        raise bad_request(
-            "invalid_value",
-            f"response_format.type: must be text, json_object or json_schema, got {quote(kind)}",
-            "response_format.type",
-        )

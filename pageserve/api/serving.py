@@ -24,6 +24,7 @@ from pageserve.api.protocol import (
     refuse_unsupported,
 )
 from pageserve.api.replies import CHAT, COMPLETION, EventStreamResponse, Reply, WholeResponse
+from pageserve.api.structured_output import constraint_of, deprecation
 from pageserve.engine.output_processor import stop_matcher
 from pageserve.messages import AddRequest
 from pageserve.sampling_params import ParameterError, SamplingParams
@@ -61,9 +62,19 @@ async def read_generation(
         raise bad_request("array_above_max_length", message, "stop")
     request.check_conflicts()
     refuse_unsupported(request, priorities=context.priorities)
-    return request, report_ignored(
-        context, ignored_fields(request, strict=context.config.strict_params)
-    )
+    headers = report_ignored(context, ignored_fields(request, strict=context.config.strict_params))
+    warning = deprecation(request)
+    return request, headers if warning is None else headers | {"x-pageserve-warning": warning}
+
+
+async def compile_constraint(
+    context: ServingContext, request: ChatCompletionRequest | CompletionRequest
+) -> str | None:
+    """Return the grammar of the output, None if it is free; raises :class:`APIError`."""
+    constraint = constraint_of(request)
+    if constraint is None:
+        return None
+    return await context.grammars.compile(constraint, context.loaded_tokenizer)
 
 
 def report_ignored(context: ServingContext, names: Sequence[str]) -> dict[str, str]:
@@ -216,6 +227,7 @@ def respond(
     request: ChatCompletionRequest | CompletionRequest,
     prompts: Sequence[list[int]],
     params: SamplingParams,
+    grammar: str | None,
     headers: dict[str, str],
     arrival: float,
 ) -> Response:
@@ -254,6 +266,7 @@ def respond(
             cache_salt=request.cache_salt,
             tenant=key.name if not context.keys.is_open else request.user or "",
             weight=key.weight,
+            grammar=grammar,
         )
         for i, prompt in enumerate(prompts)
     ]
