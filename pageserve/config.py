@@ -118,6 +118,7 @@ class SchedulerArgs(_Checked):
         None, "1: synchronous, 2: plan a step while the last one runs", min=1, max=2
     )
     enforce_eager: bool = _opt(False, "no CUDA graphs, for debugging")
+    trace: str | None = _opt(None, "write what each step held to this file, for ui.perfetto.dev")
 
 
 @dataclass(frozen=True)

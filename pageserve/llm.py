@@ -107,6 +107,7 @@ class LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.engine.close()
         del self.engine
 
 

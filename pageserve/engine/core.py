@@ -10,9 +10,11 @@ Depth 1 is the synchronous engine and depth 2 the overlapped one; the code is th
 import gc
 from collections import deque
 from collections.abc import Callable
+from typing import IO
 
 from pageserve.config import EngineConfig
 from pageserve.core.scheduler import Scheduler
+from pageserve.engine.timeline import Timeline, open_trace
 from pageserve.messages import (
     AddRequest,
     EngineReady,
@@ -35,6 +37,7 @@ class EngineCore:
 
         Raises ``ModelError`` and ``ConfigError`` for what the user can mend.
         """
+        trace = None if config.scheduler.trace is None else open_trace(config.scheduler.trace)
         self.worker = Worker(config, progress)
         self.config = config = self.worker.config
         model_config = self.worker.model_config
@@ -69,6 +72,7 @@ class EngineCore:
             memory_bytes=self.worker.memory_bytes,
             config=config,
         )
+        self._timeline = None if trace is None else self._make_timeline(trace)
         gc.collect()
         gc.freeze()  # a full collection must not walk the model and the libraries in mid-step
         self._depth = scheduler.max_steps_in_flight
@@ -76,12 +80,14 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> list[RequestOutput]:
         """Queue a request; returns its final output if it can never run, else nothing."""
+        if self._timeline is not None:
+            self._timeline.queued(request)
         refused = self.scheduler.add(request)
-        return [] if refused is None else [refused]
+        return self._released([] if refused is None else [refused])
 
     def abort(self, request_ids: list[str]) -> list[RequestOutput]:
         """Forget requests wherever they are and return their final outputs."""
-        return self.scheduler.abort(request_ids)
+        return self._released(self.scheduler.abort(request_ids))
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to schedule or to absorb."""
@@ -89,15 +95,30 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """Keep the pipeline full, then wait for its oldest step and absorb it."""
+        timeline = self._timeline
         while len(self._in_flight) < self._depth:
+            if timeline is not None:
+                timeline.begin()
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._in_flight.append((plan, self.worker.execute(plan)))
+            if timeline is not None:
+                timeline.planned(plan, self.scheduler.running, self.stats())
+            handle = self.worker.execute(plan)
+            if timeline is not None:
+                timeline.launched(plan, handle)
+            self._in_flight.append((plan, handle))
         if not self._in_flight:
             return []
         plan, handle = self._in_flight.popleft()
-        return self.scheduler.update(plan, handle.result())
+        if timeline is None:
+            return self.scheduler.update(plan, handle.result())
+        timeline.begin()
+        result = handle.result()
+        timeline.ran(plan)
+        outputs = self.scheduler.update(plan, result)
+        timeline.absorbed(plan, outputs, self.stats())
+        return outputs
 
     def progress(self, request_ids: list[str] | None) -> list[RequestProgress]:
         """Where these requests are, or all live ones."""
@@ -110,3 +131,20 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self.scheduler.stats()
+
+    def close(self) -> None:
+        """Complete the timeline, if one is written."""
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _make_timeline(self, file: IO[bytes]) -> Timeline:
+        return Timeline(
+            file,
+            synchronous=self.config.model.device == "cpu",
+            num_kv_blocks=self.worker.num_kv_blocks,
+        )
+
+    def _released(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        if self._timeline is not None:
+            self._timeline.released(outputs)
+        return outputs

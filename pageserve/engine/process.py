@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -49,6 +49,9 @@ from pageserve.messages import (
     Shutdown,
     StepOutputs,
 )
+
+if TYPE_CHECKING:
+    from pageserve.engine.core import EngineCore
 
 logger = logging.getLogger("pageserve.engine")
 
@@ -104,8 +107,17 @@ def _serve(
 ) -> None:
     from pageserve.engine.core import EngineCore  # imports torch: only this process needs it
 
-    parent = os.getppid()
     core = EngineCore(config, lambda phase, done, total: send(LoadProgress(phase, done, total)))
+    try:
+        _loop(core, requests, send)
+    finally:
+        core.close()
+
+
+def _loop(
+    core: "EngineCore", requests: zmq.Socket[bytes], send: Callable[[EngineMessage], None]
+) -> None:
+    parent = os.getppid()
     send(core.ready)
     decoder = msgspec.msgpack.Decoder(EngineRequest)
     while True:

@@ -5,7 +5,7 @@ never a request id, a queue or a client.
 """
 
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,8 @@ class StepHandle:
     wants_logprobs: list[int]  # alternatives wanted per sampling row, -1 for none
     copied: torch.cuda.Event | None
     samples: list[bool] | None = None  # which entries of `sampled` count; None: all
+    started: torch.cuda.Event | None = None  # these two only where steps are timed
+    ended: torch.cuda.Event | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its sampled ids and log probabilities."""
@@ -77,7 +79,9 @@ class ModelRunner:
         max_model_len: int,
         vocab_limit: int,
         eos_token_ids: list[int],
+        timed: bool = False,
     ) -> None:
+        """``timed`` steps carry events that tell when the device ran them (CUDA)."""
         self.model = model
         self.backend = backend
         self.kv_cache = kv_cache
@@ -85,12 +89,20 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids
         self.device = kv_cache.device
         self.states = RequestStates(max_num_seqs, max_model_len, kv_cache.shape[4], self.device)
+        self.timed = timed
         self.sampler = Sampler()
         self.graphs: CUDAGraphRunner | None = None  # set by the worker where Triton kernels run
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step; on an accelerator this returns before the step has run."""
+        if not self.timed:
+            return self._launch(step)
+        started = self._event()
+        handle = self._launch(step)
+        return replace(handle, started=started, ended=handle.copied or self._event())
+
+    def _launch(self, step: SchedulerOutput) -> StepHandle:
         self.states.apply(step, self.kv_cache)
         if self.graphs is not None:
             self.graphs.admit(step.new_requests)
@@ -149,6 +161,6 @@ class ModelRunner:
     def _event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=self.timed)
         event.record()
         return event

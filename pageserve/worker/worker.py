@@ -71,6 +71,7 @@ class Worker:
             max_model_len=config.model.max_model_len,
             vocab_limit=min(load_tokenizer(path).size, model.vocab_size),
             eos_token_ids=list(model.eos_token_ids),
+            timed=config.scheduler.trace is not None,
         )
         if config.model.attention_backend == "triton":
             self._use_graphs(config, progress)

@@ -153,13 +153,16 @@ def test_killed_engine_ends_streams_and_the_server():
         assert server.process.wait(5) != 0
 
 
-def test_sigterm_drains():
-    """C131: a running stream finishes, new work gets 503, the exit code is 0."""
-    with ServerProcess("--max-model-len", "1024") as server:
+def test_sigterm_drains(tmp_path):
+    """C131: a running stream finishes, new work gets 503, the exit code is 0; the timeline is
+    complete."""
+    trace = tmp_path / "trace.json"
+    flags = ("--max-model-len", "1024", "--drain-timeout", "200", "--trace", str(trace))
+    with ServerProcess(*flags) as server:
         body = {"messages": MESSAGES, "max_tokens": 60, "ignore_eos": True, "stream": True}
         url = server.url + "/v1/chat/completions"
         frames = []
-        with httpx.stream("POST", url, json=body, timeout=60) as response:
+        with httpx.stream("POST", url, json=body, timeout=200) as response:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     frames.append(line[6:])
@@ -173,6 +176,7 @@ def test_sigterm_drains():
                         assert server.get("/live").status_code == 200
         assert frames[-1] == "[DONE]"
         assert server.process.wait(10) == 0
+    assert [e["name"] for e in json.loads(trace.read_text())].count("finished: length") == 1
 
 
 @pytest.mark.parametrize("loading", [True, False], ids=["loading", "idle"])

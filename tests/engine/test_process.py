@@ -5,14 +5,16 @@ Some engines here are functions of this module, run in the spawned process in pl
 
 import asyncio
 import itertools
+import json
 import logging
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from pageserve.config import CacheArgs, EngineConfig, ModelArgs
+from pageserve.config import CacheArgs, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError
 from pageserve.engine.process import ProcessClient, RequestStream, run_engine
@@ -20,9 +22,10 @@ from pageserve.messages import AddRequest, EngineReady, RequestOutput, Scheduler
 from pageserve.sampling_params import SamplingParams
 
 
-def config(path, **options) -> EngineConfig:
+def config(path, trace: Path | None = None, **options) -> EngineConfig:
     model = ModelArgs(model=str(path), device="cpu", max_model_len=256, **options)
-    return EngineConfig(model, CacheArgs(num_kv_blocks=32))
+    scheduler = SchedulerArgs(trace=None if trace is None else str(trace))
+    return EngineConfig(model, CacheArgs(num_kv_blocks=32), scheduler)
 
 
 def request(name: str, max_tokens: int = 200) -> AddRequest:
@@ -171,12 +174,14 @@ def test_life_of_an_engine_process(tiny_checkpoint, caplog):
     assert sum("limited to 100 tokens" in line for line in lines) == 1
 
 
-def test_exception_in_a_step_ends_all_streams(tiny_checkpoint, monkeypatch):
-    """C075: nobody is left waiting, and the message names the failure without a stack."""
+def test_exception_in_a_step_ends_all_streams(tiny_checkpoint, monkeypatch, tmp_path):
+    """C075: nobody is left waiting, and the message names the failure without a stack; the
+    timeline of what led there is complete."""
     monkeypatch.setattr(process, "run_engine", failing_engine)
+    trace = tmp_path / "trace.json"
 
     async def run():
-        client = ProcessClient(config(tiny_checkpoint("llama")))
+        client = ProcessClient(config(tiny_checkpoint("llama"), trace))
         await start(client)
         streams = [client.submit(request(f"r{n}")) for n in range(3)]
         for stream in streams:
@@ -190,6 +195,7 @@ def test_exception_in_a_step_ends_all_streams(tiny_checkpoint, monkeypatch):
         assert client._process.exitcode == 1
 
     asyncio.run(run())
+    assert any(event["name"] == "absorb" for event in json.loads(trace.read_text()))
 
 
 def test_killed_with_streams_open(tiny_checkpoint):
