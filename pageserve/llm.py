@@ -15,8 +15,8 @@ from pageserve.config import CacheArgs, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine.core import EngineCore
 from pageserve.engine.output_processor import LogprobEntry, OutputProcessor
 from pageserve.hub import resolve_model
-from pageserve.messages import AddRequest, FinishReason
-from pageserve.sampling_params import SamplingParams
+from pageserve.messages import AddRequest, FinishReason, TokenLogprobs
+from pageserve.sampling_params import SamplingParams, for_choice
 from pageserve.tokenizer import load_tokenizer
 
 
@@ -28,6 +28,7 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # all but the first token's
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -54,9 +55,11 @@ class LLM:
         self,
         prompts: Sequence[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
+        n: int = 1,
     ) -> list[Completion]:
-        """Complete every prompt (text or token ids) and return the results in order.
+        """Complete every prompt (text or token ids) ``n`` times; return all results in order.
 
+        The n of a prompt share its blocks, and the i-th draws as one with ``seed + i`` would.
         Raises :class:`~pageserve.sampling_params.ParameterError` before anything runs.
         """
         start = time.monotonic()
@@ -69,11 +72,16 @@ class LLM:
         processors = {}
         outputs = []
         for prompt, p in zip(ids, every, strict=True):
-            request_id = f"offline-{self._count}"
-            self._count += 1
-            completions[request_id] = Completion(prompt)
-            processors[request_id] = OutputProcessor(self.tokenizer, p, prompt)
-            outputs += self.engine.add(AddRequest(request_id, prompt, p, start))
+            parent_id = None
+            for i in range(n):
+                request_id = f"offline-{self._count}"
+                self._count += 1
+                request = AddRequest(request_id, prompt, for_choice(p, i), start)
+                request.parent_id = parent_id
+                parent_id = parent_id or request_id
+                completions[request_id] = Completion(prompt)
+                processors[request_id] = OutputProcessor(self.tokenizer, p, prompt)
+                outputs += self.engine.add(request)
         while outputs or self.engine.has_work():
             for output in outputs:
                 done = completions[output.request_id]
@@ -99,6 +107,7 @@ class LLM:
         done.text += text.text
         done.token_ids += text.token_ids
         done.logprobs += text.logprobs or []
+        done.prompt_logprobs += text.prompt_logprobs or []
         if text.finish_reason is not None:
             done.finish_reason, done.stop_reason = text.finish_reason, text.stop_reason
             done.error, done.finish_time = text.error, now

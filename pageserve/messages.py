@@ -73,12 +73,14 @@ EngineRequest = AddRequest | AbortRequests | GetProgress | ResetPrefixCache | Sh
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log probabilities of one sampled token: its own and the k best, best first, ties by id."""
+    """Log probabilities of one token: its own and the k best, best first, ties by id. ``rank`` is
+    the token's place among all, 1 for the most likely; it is counted for prompt tokens only."""
 
     token_id: int
     logprob: float
     top_token_ids: list[int] = []
     top_logprobs: list[float] = []
+    rank: int = 0
 
 
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):
@@ -256,8 +258,13 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
 
     ``sampled_token_ids`` holds one id per such row, -1 where the logits held NaN or every token
     was masked (that request ends as an internal error). ``logprobs`` has an entry for rows that
-    asked for them, None for the others; the whole list is None if none asked."""
+    asked for them, None for the others; the whole list is None if none asked.
+
+    ``prompt_logprobs`` has a list for each row, in row order, whose request asked for them and
+    that has a position before the prompt's last one: an entry for each prompt token that follows
+    a position of the row."""
 
     step_id: int
     sampled_token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[list[TokenLogprobs]] | None = None

@@ -25,7 +25,8 @@ class ParameterError(ValueError):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters, named as in vLLM. ``temperature`` below 1e-5 means greedy.
 
-    ``max_tokens`` None means as many as fit the context. ``logprobs`` None asks for none, 0 for the
+    ``max_tokens`` None means as many as fit the context, 0 none: the prompt is only computed (and
+    its tokens scored, with ``prompt_logprobs``). ``logprobs`` None asks for none, 0 for the
     chosen token's only, k for the k best as well; ``prompt_logprobs`` means the same for the tokens
     of the prompt. ``seed`` None lets the engine draw one.
     ``stop`` strings are matched by the front-end on text; the engine stops on ids only.
@@ -83,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _decimal("repetition_penalty", self.repetition_penalty, 0.01, 10)
         _integer("top_k", self.top_k, -1)
         _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _integer("max_tokens", self.max_tokens, 1)
+        _integer("max_tokens", self.max_tokens, 0)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -107,6 +108,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ParameterError(
                 "stop", "string_below_min_length", "a stop string must not be empty"
             )
+
+
+def for_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of choice ``index`` of several to one prompt: it draws from a seed of
+    its own, and the prompt is scored once, with choice 0."""
+    if index == 0:
+        return params
+    seed = None if params.seed is None else (params.seed + index) % 2**64
+    return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
 
 
 def _decimal(name: str, value: float, low: float, high: float) -> None:

@@ -63,17 +63,25 @@ class FairQueue:
 
     def pop(self) -> Request:
         """Take the first living request; raises IndexError when there is none."""
-        while True:
-            turn, tenant = heapq.heappop(self._turns)
-            if turn[3] != tenant.serial or not len(tenant.queue):
-                continue
-            if turn[0] != self._policy.urgency(tenant.queue.peek()):  # the head has finished
-                self._take_turn(tenant)
-                continue
-            request = tenant.queue.pop()
-            self._num_waiting -= 1
-            self._take_turn(tenant)
-            return request
+        self._drop_void_turns()
+        _, tenant = heapq.heappop(self._turns)
+        request = tenant.queue.pop()
+        self._num_waiting -= 1
+        self._take_turn(tenant)
+        return request
+
+    def is_next(self, request: Request) -> bool:
+        """Whether a request that has joined would be taken first if it were queued now."""
+        self._drop_void_turns()
+        if not self._turns:
+            return True
+        tenant = self._tenants[request.tenant]
+        served = tenant.served
+        if not len(tenant.queue):
+            served = max(served, self._clock)
+        elif self._policy.waiting_key(tenant.queue.peek()) < self._policy.waiting_key(request):
+            return False
+        return (self._policy.urgency(request), served, request.arrival) < self._turns[0][0][:3]
 
     def admitted(self, request: Request, num_tokens: int) -> None:
         """Charge a request that has just been admitted for the tokens of its prompt."""
@@ -101,6 +109,17 @@ class FairQueue:
     def _charge(self, tenant: _Tenant, num_tokens: int) -> None:
         tenant.served += num_tokens / tenant.weight
         self._take_turn(tenant)
+
+    def _drop_void_turns(self) -> None:
+        """Leave the turn of the request that is next at the head of the heap."""
+        while self._turns:
+            turn, tenant = self._turns[0]
+            valid = turn[3] == tenant.serial and len(tenant.queue)
+            if valid and turn[0] == self._policy.urgency(tenant.queue.peek()):
+                return
+            heapq.heappop(self._turns)
+            if valid:  # the head has finished
+                self._take_turn(tenant)
 
     def _take_turn(self, tenant: _Tenant) -> None:
         """Replace the tenant's turn by one that says how things are now."""

@@ -51,12 +51,19 @@ class KVCacheManager:
     # --- a request --------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Return the blocks of the longest cached prefix of the request's tokens, unheld."""
+        """Return the blocks of the longest cached prefix of the request's tokens, unheld.
+
+        Positions whose successor in the prompt is still to be scored must be computed: the cache
+        knows keys and values but no logits.
+        """
         if not self.enable_prefix_caching:
             return []
         request.extend_block_hashes(self.block_size)
+        block_hashes = request.block_hashes
+        if request.misses_prompt_logprobs:
+            block_hashes = block_hashes[: request.num_prompt_logprobs // self.block_size]
         block_ids = []
-        for block_hash in request.block_hashes:
+        for block_hash in block_hashes:
             block_id = self.block_pool.get(block_hash)
             if block_id is None:
                 break

@@ -56,9 +56,11 @@ class Request:
         "num_output_placeholders",
         "num_overtaken",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_required_blocks",
         "num_tokens",
+        "parent_id",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -126,6 +128,14 @@ class Request:
         self.num_overtaken = 0  # requests admitted past this one while it was blocked
         self.num_required_blocks = 0  # free blocks an admission needed when it was last tried
         self.retry_step = 0  # step at which to look again even if those are not free
+        self.parent_id: str | None = None  # the request whose prompt this one waits to share
+        self.num_prompt_logprobs = 0  # entries of prompt tokens that were put out
+
+    @property
+    def misses_prompt_logprobs(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     def extend_block_hashes(self, block_size: int) -> None:
         """Bring ``block_hashes`` up to the full blocks of ``token_ids``; only new ones cost."""

@@ -48,6 +48,7 @@ class _Step:
         "decode_rows",
         "new_requests",
         "preempted",
+        "scored",
     )
 
     def __init__(self, budget: int) -> None:
@@ -57,6 +58,7 @@ class _Step:
         self.decode_requests: list[Request] = []
         self.chunk_rows: list[ScheduledRow] = []
         self.chunk_requests: list[Request] = []  # of the chunk rows that sample
+        self.scored: list[tuple[Request, int]] = []  # chunk rows that score: their first position
         self.preempted = False
 
 
@@ -111,6 +113,8 @@ class Scheduler:
         self.running: list[Request] = []  # sorted by running_key; preempted from the back
         self._free_slots = list(range(self.max_num_seqs))  # heap: lowest first, a dense table
         self._in_flight: dict[int, list[Request]] = {}  # step id → requests of its sampling rows
+        self._scored: dict[int, list[tuple[Request, int]]] = {}  # step id → rows that score
+        self._children: dict[str, list[Request]] = {}  # waiting for the prompt of a live request
 
         self._eos_token_ids = frozenset(eos_token_ids)
         self._watermark_blocks = int(watermark * num_blocks)
@@ -129,37 +133,63 @@ class Scheduler:
     def add(self, message: AddRequest) -> RequestOutput | None:
         """Queue a request. One that can never run gets its final output, an error, at once.
 
+        A request whose ``parent_id`` names one with the same first tokens is held back until those
+        are computed and then shares their blocks, the last one by copy-on-write. It is queued like
+        any other where that cannot be, or can no longer be.
         Raises ValueError for an id that is live: outputs of two requests would be mixed up.
         """
         if message.request_id in self.requests:
             raise ValueError(f"request id {message.request_id} is in use")
-        error = self._why_never(len(message.prompt_token_ids))
+        error = self._why_never(message)
         if error is not None:
             return RequestOutput(message.request_id, [], "error", error=error)
-        self.waiting.push(self._register(message))
+        parent = None if message.parent_id is None else self.requests.get(message.parent_id)
+        request = self._register(message)
+        if parent is None or not _may_share(parent, request):
+            self.waiting.push(request)
+        elif _has_computed(parent, request):
+            self._fork(parent, request)
+        else:
+            request.parent_id = parent.request_id
+            self._children.setdefault(parent.request_id, []).append(request)
         return None
 
-    def fork(self, parent_id: str, message: AddRequest) -> RequestOutput | None:
-        """Add a request that continues a running one's tokens and shares its blocks, the last one
-        by copy-on-write. Where that is not possible now it is queued like any other."""
-        parent = self.requests.get(parent_id)
-        num_tokens = len(message.prompt_token_ids)
+    def _fork_children(self) -> None:
+        """Let requests that were held back share the prompts that are planned by now."""
+        for parent_id, children in list(self._children.items()):
+            parent = self.requests[parent_id]
+            ready = [child for child in children if _has_computed(parent, child)]
+            for child in ready:
+                self._forget_parent(child)
+                self._fork(parent, child)
+
+    def _fork(self, parent: Request, child: Request) -> None:
+        """Start ``child`` on its parent's blocks if there is room and nobody is before it."""
+        free_blocks = self.kv_cache_manager.block_pool.num_free_blocks
         if (
-            parent is None
-            or parent.status is not RequestStatus.RUNNING
-            or len(self.running) >= self.max_num_seqs
-            or not 0 < num_tokens <= min(parent.num_tokens, parent.num_computed_tokens + 1)
-            or message.request_id in self.requests
-            or message.cache_salt != parent.cache_salt
-            or message.prompt_token_ids != parent.token_ids[:num_tokens]
-            or self._why_never(num_tokens) is not None
+            len(self.running) < self.max_num_seqs
+            and self._headroom() < free_blocks  # its first step takes a block
+            and self.waiting.is_next(child)
         ):
-            return self.add(message)
-        child = self._register(message)
-        self.kv_cache_manager.fork(parent, child)
-        child.slot = self._free_slots[0]
-        self._enter_running(child)
-        return None
+            self.kv_cache_manager.fork(parent, child)
+            child.slot = self._free_slots[0]
+            self._enter_running(child)
+        else:
+            self.waiting.push(child)
+
+    def _queue_children(self, parent: Request) -> None:
+        """Queue the requests that wait for the prompt of one that gives its blocks away."""
+        for child in self._children.pop(parent.request_id, ()):
+            child.parent_id = None
+            self.waiting.push(child)
+
+    def _forget_parent(self, child: Request) -> None:
+        assert child.parent_id is not None
+        siblings = self._children[child.parent_id]
+        siblings.remove(child)
+        if not siblings:
+            del self._children[child.parent_id]
+        child.parent_id = None
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests wherever they are; unknown and finished ids are ignored. Returns the final
@@ -202,7 +232,10 @@ class Scheduler:
             self._add_row(step, request)
         if not step.preempted:
             self._admit_waiting(step)
-        return self._seal(step)
+        plan = self._seal(step)
+        if self._children:
+            self._fork_children()
+        return plan
 
     def _schedule_decodes(self, step: _Step) -> list[Request]:
         """Plan every running request that misses one token; return those that miss more."""
@@ -256,6 +289,7 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
         self.waiting.push(request)
+        self._queue_children(request)
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit from the front while there is room, looking a little past those that do not fit."""
@@ -283,8 +317,7 @@ class Scheduler:
         manager = self.kv_cache_manager
         headroom = 0
         if self.running:
-            # One block each carries all of them through the next block_size steps.
-            headroom = max(len(self.running) + 1, self._watermark_blocks)
+            headroom = self._headroom()
             short = request.num_required_blocks + headroom > manager.block_pool.num_free_blocks
             if short and self._step_id < request.retry_step:
                 return False
@@ -298,6 +331,11 @@ class Scheduler:
         self._announce(step, request)
         self._add_row(step, request)
         return True
+
+    def _headroom(self) -> int:
+        """Blocks to leave free when one more request starts to run beside others: one for each
+        carries all of them through the next block_size steps."""
+        return max(len(self.running) + 1, self._watermark_blocks)
 
     def _enter_running(self, request: Request) -> None:
         """Count a request that has just got blocks and the lowest free slot among the running."""
@@ -343,6 +381,9 @@ class Scheduler:
             step.chunk_rows.append(row)
             if samples:
                 step.chunk_requests.append(request)
+            scores = request.sampling_params.prompt_logprobs is not None
+            if scores and computed < request.num_prompt_tokens - 1:
+                step.scored.append((request, computed))
         request.num_computed_tokens = computed + num_scheduled
         request.num_output_placeholders += samples
         step.budget -= num_scheduled
@@ -362,6 +403,8 @@ class Scheduler:
         self._num_computed_tokens += num_scheduled
         self._step_id += 1
         self._in_flight[self._step_id] = step.decode_requests + step.chunk_requests
+        if step.scored:
+            self._scored[self._step_id] = step.scored
         rows = step.decode_rows + step.chunk_rows
         return SchedulerOutput(self._step_id, step.new_requests, block_updates, rows)
 
@@ -405,9 +448,32 @@ class Scheduler:
                     request.scheduled_time,
                 )
             )
+        scored = self._scored.pop(step.step_id, ())
+        for (request, start), entries in zip(scored, result.prompt_logprobs or (), strict=True):
+            self._absorb_prompt_logprobs(outputs, request, start, entries)
         if len(self.requests) != num_live:
             self._drop_finished()
         return outputs
+
+    def _absorb_prompt_logprobs(
+        self,
+        outputs: list[RequestOutput],
+        request: Request,
+        start: int,
+        entries: list[TokenLogprobs],
+    ) -> None:
+        """Put out the scores of the prompt tokens from ``start + 1`` that were not before: after a
+        preemption some come twice."""
+        assert start <= request.num_prompt_logprobs, "prompt tokens were skipped"
+        new = entries[request.num_prompt_logprobs - start :]
+        output = next((o for o in outputs if o.request_id == request.request_id), None)
+        if not new or (output is None and request.status > _LAST_LIVE):
+            return
+        if output is None:
+            output = request.output([])
+            outputs.append(output)
+        output.prompt_logprobs = new
+        request.num_prompt_logprobs += len(new)
 
     def _absorb_last(
         self, request: Request, token_id: int, logprob: TokenLogprobs | None
@@ -417,6 +483,9 @@ class Scheduler:
             self.kv_cache_manager.forget(request)
             self._finish(request, RequestStatus.FINISHED_ERROR)
             return request.output([], error="internal_error: the model produced invalid logits")
+        if request.sampling_params.max_tokens == 0:  # only the prompt counts
+            self._finish(request, RequestStatus.FINISHED_LENGTH)
+            return request.output([])
         request.token_ids.append(token_id)
         request.num_tokens += 1
         self.kv_cache_manager.cache_blocks(request)
@@ -436,7 +505,7 @@ class Scheduler:
         pool = self.kv_cache_manager.block_pool
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.requests) - len(self.running),
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_cached_blocks,
             num_shared_blocks=pool.num_shared_blocks,
@@ -457,7 +526,7 @@ class Scheduler:
         return [
             RequestProgress(
                 r.request_id,
-                places.get(r.request_id, 0),
+                places.get(r.parent_id or r.request_id, 0),
                 r.num_prompt_tokens,
                 r.num_cached_tokens,
                 r.num_computed_tokens,
@@ -477,9 +546,14 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that all books agree; callable between any two calls."""
         running, waiting = self.running, self.waiting.requests()
+        assert len(self.waiting) == len(waiting)
+        for parent_id, children in self._children.items():
+            assert children and all(child.parent_id == parent_id for child in children)
+            assert self.requests[parent_id].status is not RequestStatus.PREEMPTED
+            assert not any(_has_computed(self.requests[parent_id], c) for c in children)
+            waiting += children
         assert len(running) + len(waiting) == len(self.requests) == len({*running, *waiting})
         assert {*running, *waiting} == set(self.requests.values())
-        assert len(self.waiting) == len(waiting)
         self.waiting.check_integrity(list(self.requests.values()))
         assert running == sorted(running, key=_RUNNING_KEY)
         assert all(r.status is RequestStatus.RUNNING for r in running)
@@ -501,14 +575,17 @@ class Scheduler:
 
     # --- shared parts -----------------------------------------------------------------------------
 
-    def _why_never(self, num_prompt_tokens: int) -> str | None:
-        """Return why a prompt of this length can never run, None if it can."""
+    def _why_never(self, message: AddRequest) -> str | None:
+        """Return why a request can never run, None if it can."""
+        num_prompt_tokens = len(message.prompt_token_ids)
+        num_wanted = int(message.sampling_params.max_tokens != 0)
         if num_prompt_tokens == 0:
             return "The prompt is empty."
-        if num_prompt_tokens >= self.max_model_len:
+        if num_prompt_tokens + num_wanted > self.max_model_len:
             return (
                 f"{PROMPT_TOO_LONG} This model's maximum context length is {self.max_model_len} "
-                f"tokens, but the prompt has {num_prompt_tokens}; the output needs at least one."
+                f"tokens, but the prompt has {num_prompt_tokens}; the output needs at least "
+                f"{num_wanted}."
             )
         if num_prompt_tokens > self.max_pool_tokens:
             return (
@@ -521,7 +598,9 @@ class Scheduler:
         params = message.sampling_params
         # The last token needs no room in the pool: nothing is computed from it.
         max_num_tokens = min(self.max_model_len, self.max_pool_tokens + 1)
-        if params.max_tokens is not None:
+        if params.max_tokens == 0:  # the end of the prompt shows by a token, which is thrown away
+            max_num_tokens = len(message.prompt_token_ids) + 1
+        elif params.max_tokens is not None:
             num_wanted = len(message.prompt_token_ids) + params.max_tokens
             max_num_tokens = min(max_num_tokens, num_wanted)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
@@ -545,11 +624,15 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._release(request)
             request.status = status
+        elif request.parent_id is not None:
+            self._forget_parent(request)
+            request.status = status
         else:
             request.status = status
             self.waiting.discard(request)
         self.waiting.leave(request)
         del self.requests[request.request_id]
+        self._queue_children(request)
 
     def _release(self, request: Request) -> None:
         self._num_computed_tokens -= request.num_computed_tokens
@@ -559,6 +642,22 @@ class Scheduler:
 
     def _drop_finished(self) -> None:
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+
+def _may_share(parent: Request, child: Request) -> bool:
+    """Whether ``child`` begins with tokens of ``parent`` and needs only their keys and values."""
+    return (
+        parent.status is not RequestStatus.PREEMPTED
+        and child.cache_salt == parent.cache_salt
+        and child.sampling_params.prompt_logprobs is None
+        and child.token_ids == parent.token_ids[: child.num_tokens]
+    )
+
+
+def _has_computed(parent: Request, child: Request) -> bool:
+    """Whether all but the last of the child's tokens are planned in the parent's blocks."""
+    planned = parent.num_computed_tokens + 1
+    return parent.status is RequestStatus.RUNNING and child.num_tokens <= planned
 
 
 def _may_be_overtaken(request: Request) -> bool:

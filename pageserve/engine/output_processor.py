@@ -33,6 +33,8 @@ class TextOutput:
     ``logprobs`` has the tokens whose text begins in ``text`` (None if not asked for).
     ``num_output_tokens`` counts all tokens so far, the ending EOS or stop token included.
     ``stop_reason`` is the stop string or the stop token id that ended the request, if one did.
+    ``prompt_logprobs``, if asked for, come with the first output: one for each prompt token but the
+    first. ``cumulative_logprob`` sums those of all tokens so far, if they were asked for.
     """
 
     text: str
@@ -45,6 +47,8 @@ class TextOutput:
     num_preemptions: int
     scheduled_time: float
     error: str | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float = 0.0
 
 
 class StopMatcher:
@@ -175,6 +179,10 @@ class OutputProcessor:
         self._num_released = 0  # characters of text released, atoms included
         self._token_ids: list[int] = []  # not yet in an output
         self._waiting: list[tuple[int, TokenLogprobs]] = []  # (first character, logprobs)
+        self._prompt_logprobs: list[TokenLogprobs] | None = (
+            None if params.prompt_logprobs is None else []
+        )
+        self._cumulative_logprob = 0.0
         self._finished = False
 
     def process(self, output: RequestOutput) -> TextOutput | None:
@@ -205,6 +213,12 @@ class OutputProcessor:
             if finish_reason == "stop" and self._shows_stop_token(output):
                 text += self._detokenizer.decode(token_ids[-1:])
         self.num_output_tokens += len(token_ids)
+        if output.new_logprobs:
+            self._cumulative_logprob += sum(
+                x.logprob for x in output.new_logprobs[: len(token_ids)]
+            )
+        if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs += output.prompt_logprobs
         if self._token_ids:
             token_ids = self._token_ids + token_ids
         if not text and finish_reason is None:
@@ -212,6 +226,7 @@ class OutputProcessor:
             return None
         self._token_ids = []
         self._finished = finish_reason is not None
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return TextOutput(
             text,
             token_ids,
@@ -223,6 +238,8 @@ class OutputProcessor:
             output.num_preemptions,
             output.scheduled_time,
             output.error,
+            prompt_logprobs,
+            self._cumulative_logprob,
         )
 
     def _shows_stop_token(self, output: RequestOutput) -> bool:

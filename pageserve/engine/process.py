@@ -205,6 +205,8 @@ def _merge(into: RequestOutput, new: RequestOutput) -> None:
     into.new_token_ids = into.new_token_ids + new.new_token_ids
     if new.new_logprobs is not None:
         into.new_logprobs = (into.new_logprobs or []) + new.new_logprobs
+    if new.prompt_logprobs is not None:
+        into.prompt_logprobs = (into.prompt_logprobs or []) + new.prompt_logprobs
     into.finish_reason = new.finish_reason
     into.stop_reason = new.stop_reason
     into.error = new.error

@@ -6,7 +6,7 @@ never a request id, a queue or a client.
 
 import itertools
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from pageserve.attention import AttentionBackend
 from pageserve.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.worker.input_batch import InputBatch
+from pageserve.worker.prompt_logprobs import PromptScores, score_prompts, scoring_rows
 from pageserve.worker.request_states import RequestStates, to_device
 from pageserve.worker.sampler import Sampler, SamplerOutput
 from pageserve.worker.sampling_metadata import build_sampling_metadata
@@ -30,17 +31,19 @@ class StepHandle:
     samples: list[bool] | None = None  # which entries of `sampled` count; None: all
     started: torch.cuda.Event | None = None  # these two only where steps are timed
     ended: torch.cuda.Event | None = None
+    prompt_scores: PromptScores | None = None  # on the host, too
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its sampled ids and log probabilities."""
         if self.copied is not None:
             self.copied.synchronize()
+        scores = None if self.prompt_scores is None else self.prompt_scores.to_lists()
         if self.sampled is None:
-            return ModelRunnerOutput(self.step_id, [])
+            return ModelRunnerOutput(self.step_id, [], None, scores)
         token_ids = self.sampled.token_ids.tolist()
         if self.samples is not None:
             token_ids = list(itertools.compress(token_ids, self.samples))
-        return ModelRunnerOutput(self.step_id, token_ids, self._logprob_lists(token_ids))
+        return ModelRunnerOutput(self.step_id, token_ids, self._logprob_lists(token_ids), scores)
 
     def _logprob_lists(self, token_ids: list[int]) -> list[TokenLogprobs | None] | None:
         sampled = self.sampled
@@ -60,6 +63,20 @@ class StepHandle:
             TokenLogprobs(token_id, logprob, top_ids[:k], top[:k]) if k >= 0 else None
             for token_id, logprob, top_ids, top, k in columns
         ]
+
+
+Tensors = TypeVar("Tensors", SamplerOutput, PromptScores)
+
+
+def _to_host(result: Tensors) -> Tensors:
+    """Return a copy in pinned memory, valid once the stream got there (record an event)."""
+    host = {}
+    for field in fields(result):
+        x = getattr(result, field.name)
+        if isinstance(x, torch.Tensor):
+            host[field.name] = torch.empty_like(x, device="cpu", pin_memory=True)
+            host[field.name].copy_(x, non_blocking=True)
+    return replace(result, **host)
 
 
 if TYPE_CHECKING:  # imports Triton, which only CUDA machines need to have
@@ -104,9 +121,11 @@ class ModelRunner:
 
     def _launch(self, step: SchedulerOutput) -> StepHandle:
         self.states.apply(step, self.kv_cache)
+        scoring = scoring_rows(step.rows, self.states)
         if self.graphs is not None:
             self.graphs.admit(step.new_requests)
-            return self._execute_graph(step, self.graphs)
+            if not scoring:
+                return self._execute_graph(step, self.graphs)
         batch = InputBatch.build(step.rows, self.states)
         metadata = self.backend.build_metadata(
             batch.query_start_loc,
@@ -117,9 +136,14 @@ class ModelRunner:
             batch.max_seq_len,
         )
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
+        scores = None
+        if scoring:
+            compute_logits = self.model.compute_logits
+            scores = score_prompts(scoring, hidden, compute_logits, self.states, self.vocab_limit)
         if not len(batch.logits_indices):
-            return StepHandle(step.step_id, None, [], None)
-        return self._sample(step, self.model.compute_logits(hidden[batch.logits_indices]))
+            return self._handle(step.step_id, None, [], scores)
+        logits = self.model.compute_logits(hidden[batch.logits_indices])
+        return self._sample(step, logits, scores)
 
     def _execute_graph(self, step: SchedulerOutput, graphs: "CUDAGraphRunner") -> StepHandle:
         key = graphs.key_for(step)
@@ -130,7 +154,9 @@ class ModelRunner:
             return self._sample(step, result[to_device(sampling, self.device)])
         return StepHandle(step.step_id, SamplerOutput(result), [], self._event(), samples)
 
-    def _sample(self, step: SchedulerOutput, logits: torch.Tensor) -> StepHandle:
+    def _sample(
+        self, step: SchedulerOutput, logits: torch.Tensor, scores: PromptScores | None = None
+    ) -> StepHandle:
         """Choose a token for every row that samples, whose ``logits`` these are."""
         rows = [
             self.states.row_sampling(r.slot, r.num_computed_tokens + r.num_scheduled_tokens)
@@ -143,20 +169,20 @@ class ModelRunner:
         sampled = self.sampler(logits.float(), metadata)
         self.states.record(rows, sampled.token_ids)
         wants = [-1 if (k := row.params.logprobs) is None else k for row in rows]
-        return self._handle(step.step_id, sampled, wants)
+        return self._handle(step.step_id, sampled, wants, scores)
 
-    def _handle(self, step_id: int, sampled: SamplerOutput, wants: list[int]) -> StepHandle:
-        if self.device.type != "cuda":
-            return StepHandle(step_id, sampled, wants, None)
-        tensors = {f.name: getattr(sampled, f.name) for f in fields(sampled)}
-        host = {
-            name: None if x is None else torch.empty_like(x, device="cpu", pin_memory=True)
-            for name, x in tensors.items()
-        }
-        for name, x in tensors.items():
-            if x is not None:
-                host[name].copy_(x, non_blocking=True)
-        return StepHandle(step_id, SamplerOutput(**host), wants, self._event())
+    def _handle(
+        self,
+        step_id: int,
+        sampled: SamplerOutput | None,
+        wants: list[int],
+        scores: PromptScores | None,
+    ) -> StepHandle:
+        if self.device.type != "cuda" or (sampled is None and scores is None):
+            return StepHandle(step_id, sampled, wants, None, prompt_scores=scores)
+        sampled = None if sampled is None else _to_host(sampled)
+        scores = None if scores is None else _to_host(scores)
+        return StepHandle(step_id, sampled, wants, self._event(), prompt_scores=scores)
 
     def _event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":

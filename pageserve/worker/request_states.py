@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pageserve.messages import NewRequestData, SchedulerOutput
+from pageserve.sampling_params import SamplingParams
 from pageserve.worker.sampling_metadata import RowSampling
 
 
@@ -34,6 +35,7 @@ class RequestStates:
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[NewRequestData | None] = [None] * max_num_seqs
+        self.scoring_slots: set[int] = set()  # whose requests want log probabilities of the prompt
 
     def apply(self, step: SchedulerOutput, kv_cache: torch.Tensor) -> None:
         """Bring the table up to date: new requests, copy-on-write, appended blocks."""
@@ -44,6 +46,10 @@ class RequestStates:
             self.num_blocks[new.slot] = len(new.block_ids)
             self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
             self.sampling[new.slot] = new
+            if new.sampling_params.prompt_logprobs is not None:
+                self.scoring_slots.add(new.slot)
+            else:
+                self.scoring_slots.discard(new.slot)
         for update in step.block_updates:
             blocks.put(update.slot, update.index, [update.dst_block_id])
         for row in step.rows:
@@ -53,9 +59,15 @@ class RequestStates:
         tokens.flush()
         blocks.flush()
         if step.block_updates:
-            src = torch.tensor([u.src_block_id for u in step.block_updates], device=self.device)
-            dst = torch.tensor([u.dst_block_id for u in step.block_updates], device=self.device)
+            pairs = [(u.src_block_id, u.dst_block_id) for u in step.block_updates]
+            src, dst = to_device(torch.tensor(pairs).t().contiguous(), self.device)
             kv_cache[:, :, dst] = kv_cache[:, :, src]
+
+    def sampling_params(self, slot: int) -> SamplingParams:
+        """The parameters of the request in ``slot``."""
+        new = self.sampling[slot]
+        assert new is not None, f"slot {slot} is empty"
+        return new.sampling_params
 
     def row_sampling(self, slot: int, num_tokens: int) -> RowSampling:
         """Sampling inputs of the request in ``slot`` once it has ``num_tokens`` tokens."""

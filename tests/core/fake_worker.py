@@ -36,7 +36,7 @@ def generate(
 ) -> list[int]:
     """The tokens a request alone must get, ``limit`` bounding prompt + output."""
     tokens, output = list(prompt), []
-    while True:
+    while params.max_tokens != 0:
         token = model(tokens)
         tokens.append(token)
         output.append(token)
@@ -45,6 +45,7 @@ def generate(
             return output
         if len(output) == params.max_tokens or len(tokens) >= limit:
             return output
+    return []
 
 
 class FakeWorker:
@@ -59,6 +60,7 @@ class FakeWorker:
         self.token_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self.num_prompt_tokens = [0] * max_num_seqs
         self.num_tokens_computed = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -66,13 +68,16 @@ class FakeWorker:
             self.token_ids[new.slot] = list(new.token_ids)
             self.block_tables[new.slot] = list(new.block_ids)
             self.params[new.slot] = new.sampling_params
+            self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
         entered = {new.slot for new in step.new_requests}
         self._copy(step)
         for row in step.rows:
             assert not (row.slot in entered and row.new_block_ids), "blocks announced twice"
             self.block_tables[row.slot] += row.new_block_ids
         self._write(step)
-        return self._read_and_sample(step)
+        output = self._read_and_sample(step)
+        output.prompt_logprobs = self._score(step) or None
+        return output
 
     def address(self, slot: int, position: int) -> int:
         block_id = self.block_tables[slot][position // self.block_size]
@@ -121,6 +126,19 @@ class FakeWorker:
                 logprobs.append(TokenLogprobs(token, -0.5) if wants else None)
         return ModelRunnerOutput(step.step_id, sampled, logprobs if any(logprobs) else None)
 
+    def _score(self, step: SchedulerOutput) -> list[list[TokenLogprobs]]:
+        """The log probability of a prompt token is less its position."""
+        scored = []
+        for row in step.rows:
+            params, last = self.params[row.slot], self.num_prompt_tokens[row.slot] - 1
+            assert params is not None
+            if params.prompt_logprobs is not None and row.num_computed_tokens < last:
+                end = min(row.num_computed_tokens + row.num_scheduled_tokens, last)
+                places = range(row.num_computed_tokens + 1, end + 1)
+                tokens = self.token_ids[row.slot]
+                scored.append([TokenLogprobs(tokens[p], -float(p)) for p in places])
+        return scored
+
 
 class Driver:
     """Runs a scheduler on a fake worker, ``depth`` steps in flight, and keeps what came out."""
@@ -138,16 +156,16 @@ class Driver:
         self.steps: list[SchedulerOutput] = []
         self.added: dict[str, AddRequest] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.final: dict[str, RequestOutput] = {}
         self.first: dict[str, RequestOutput] = {}
 
     def add(self, request: AddRequest, parent_id: str | None = None) -> RequestOutput | None:
         self.added[request.request_id] = request
         self.tokens[request.request_id] = []
-        if parent_id is None:
-            output = self.scheduler.add(request)
-        else:
-            output = self.scheduler.fork(parent_id, request)
+        self.prompt_logprobs[request.request_id] = []
+        request.parent_id = parent_id
+        output = self.scheduler.add(request)
         self._collect([output] if output is not None else [])
         return output
 
@@ -197,11 +215,18 @@ class Driver:
                 assert not tokens
                 continue
             prompt, params = request.prompt_token_ids, request.sampling_params
+            scored = [(t.token_id, t.logprob) for t in self.prompt_logprobs[request_id]]
+            scores = [(token, -float(p)) for p, token in enumerate(prompt) if p]
             expected = generate(prompt, params, limit, self.worker.model)
             if final.finish_reason == "abort":
                 assert tokens == expected[: len(tokens)]
+                assert scored == scores[: len(scored)]
                 continue
+            assert scored == (scores if params.prompt_logprobs is not None else [])
             assert tokens == expected
+            if params.max_tokens == 0:
+                assert final.finish_reason == "length"
+                continue
             ends = (EOS, *params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
             stops = tokens[-1] in ends and len(tokens) >= params.min_tokens
             assert final.finish_reason == ("stop" if stops else "length")
@@ -211,6 +236,7 @@ class Driver:
             assert output.request_id not in self.final, "output after the final one"
             self.first.setdefault(output.request_id, output)
             self.tokens[output.request_id] += output.new_token_ids
+            self.prompt_logprobs[output.request_id] += output.prompt_logprobs or []
             if output.finish_reason is not None:
                 self.final[output.request_id] = output
 

@@ -31,11 +31,12 @@ ARRIVAL = st.fixed_dictionaries(
         "stem": st.integers(0, 2),  # prompts with equal stems share a prefix
         "shared": st.integers(0, 24),
         "own": st.integers(0, 6),
-        "max_tokens": st.one_of(st.none(), st.integers(1, 20)),
+        "max_tokens": st.one_of(st.none(), st.integers(0, 20)),
         "min_tokens": st.integers(0, 3),
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.sampled_from([[], [3], [3, 17]]),
         "logprobs": st.sampled_from([None, 0]),
+        "prompt_logprobs": st.sampled_from([None, None, 0]),
         "priority": st.integers(-1, 1),
         "salt": st.sampled_from([None, None, "s"]),
     }
@@ -45,6 +46,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("add"), ARRIVAL),
         st.tuples(st.just("add"), ARRIVAL),
         st.tuples(st.just("fork"), st.tuples(st.integers(0, 99), st.integers(0, 8), ARRIVAL)),
+        st.tuples(st.just("family"), st.tuples(st.integers(1, 5), ARRIVAL)),
         st.tuples(st.just("abort"), st.integers(0, 99)),
         st.tuples(st.just("step"), st.integers(1, 6)),
         st.tuples(st.just("launch"), st.none()),
@@ -64,10 +66,11 @@ def arrival(name: str, wishes: dict, prompt: list[int] | None = None) -> AddRequ
         name,
         prompt,
         w["max_tokens"],
-        min_tokens=min(w["min_tokens"], w["max_tokens"] or w["min_tokens"]),
+        min_tokens=min(w["min_tokens"], 20 if w["max_tokens"] is None else w["max_tokens"]),
         ignore_eos=w["ignore_eos"],
         stop_token_ids=w["stop_token_ids"],
         logprobs=w["logprobs"],
+        prompt_logprobs=w["prompt_logprobs"],
         priority=w["priority"],
         cache_salt=w["salt"],
     )
@@ -86,6 +89,14 @@ def perform(driver: Driver, action: str, argument: object) -> None:
         prompt = parent.token_ids[: parent.num_prompt_tokens + longer]
         wishes = wishes | {"salt": parent.cache_salt}
         driver.add(arrival(name, wishes, prompt), parent_id=parent.request_id)
+    elif action == "family":  # a prompt and several that share it, as n > 1 sends them
+        count, wishes = argument  # type: ignore[misc]
+        parent = arrival(name, wishes)
+        driver.add(parent)
+        for child in range(len(names) + 1, len(names) + count + 1):
+            request = arrival(f"r{child}", wishes, parent.prompt_token_ids)
+            driver.add(request, parent_id=name)
+            driver.scheduler.check_integrity()
     elif action == "abort" and names:
         driver.abort(names[argument % len(names)])  # type: ignore[operator]
     elif action == "step":
@@ -165,18 +176,20 @@ def random_life(seed: int, num_actions: int) -> None:
             "stem": rng.randrange(4),
             "shared": rng.randrange(60),
             "own": rng.randrange(20),
-            "max_tokens": rng.choice([None, 1, 5, 30, 60]),
+            "max_tokens": rng.choice([None, 0, 1, 5, 30, 60]),
             "min_tokens": 0,
             "ignore_eos": rng.random() < 0.7,
             "stop_token_ids": [],
             "logprobs": None,
+            "prompt_logprobs": rng.choice([None, None, 0]),
             "priority": rng.randrange(3),
             "salt": None,
         }
-        action = rng.choices(["add", "fork", "abort", "step"], [8, 3, 3, 16])[0]
+        action = rng.choices(["add", "fork", "family", "abort", "step"], [8, 3, 2, 3, 16])[0]
         argument: object = {
             "add": wishes,
             "fork": (rng.randrange(99), rng.randrange(4), wishes),
+            "family": (rng.randrange(1, 5), wishes),
             "abort": rng.randrange(10**6),
             "step": rng.randrange(1, 4),
         }[action]

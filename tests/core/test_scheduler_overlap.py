@@ -174,21 +174,27 @@ def test_choices_live_on_when_one_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "obstacle", ["no slot", "no budget", "unlike tokens", "salt", "waiting", "gone"]
+    "obstacle", ["no slot", "no budget", "no block", "unlike tokens", "salt", "scores", "gone"]
 )
 def test_fork_that_cannot_share_is_queued(obstacle: str) -> None:
-    changes = {"no slot": {"max_num_seqs": 1}, "no budget": {"max_num_batched_tokens": 1}}
+    changes = {
+        "no slot": {"max_num_seqs": 1},
+        "no budget": {"max_num_batched_tokens": 1},
+        "no block": {"num_blocks": 4},
+    }
     driver = Driver(create_scheduler(**changes.get(obstacle, {})))
     driver.add(create_request("a", 6, max_tokens=5))
-    while obstacle != "waiting" and not driver.tokens["a"]:
+    while not driver.tokens["a"]:
         driver.step()
     prompt = driver.added["a"].prompt_token_ids
     if obstacle == "unlike tokens":
         prompt = [1, *prompt[1:]]
     salt = "s" if obstacle == "salt" else None
     parent = "nobody" if obstacle == "gone" else "a"
-    driver.add(create_request("b", prompt, cache_salt=salt), parent_id=parent)
-    assert len(driver.scheduler.waiting) == (2 if obstacle == "waiting" else 1)
+    scores = 0 if obstacle == "scores" else None
+    request = create_request("b", prompt, cache_salt=salt, prompt_logprobs=scores)
+    driver.add(request, parent_id=parent)
+    assert len(driver.scheduler.waiting) == 1
     driver.run()
     driver.check_tokens()
 
@@ -198,22 +204,130 @@ def test_fork_too_long_for_the_pool_or_in_use_is_refused() -> None:
     driver.add(create_request("a", 7, max_tokens=None))
     driver.step()
     tokens = driver.added["a"].prompt_token_ids + driver.tokens["a"]
-    output = driver.scheduler.fork("a", create_request("b", tokens))
+    output = driver.add(create_request("b", tokens), parent_id="a")
     assert output is not None and output.finish_reason == "error"
 
 
-def test_fork_preempted_before_its_first_step_is_introduced_later() -> None:
-    driver = Driver(create_scheduler(num_blocks=4, enable_prefix_caching=False))
-    driver.add(create_request("a", 13, max_tokens=4))
+def add_family(driver: Driver, num_tokens: int, *max_tokens: int, **changes: object) -> list[int]:
+    """Add c0 and what shares its prompt, c1, c2, …, as one request with n > 1 does."""
+    driver.add(create_request("c0", num_tokens, max_tokens=max_tokens[0], **changes))
+    prompt = driver.added["c0"].prompt_token_ids
+    for n, tokens in enumerate(max_tokens[1:], 1):
+        driver.add(create_request(f"c{n}", prompt, max_tokens=tokens, **changes), parent_id="c0")
+        driver.scheduler.check_integrity()
+    return prompt
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_children_wait_for_the_prompt_and_share_it(
+    depth: int, caching: bool, max_tokens: int
+) -> None:
+    """C067: one prefill for all choices, in chunks here, and also where the first one ends with
+    its first token: all full blocks are shared, the partly filled one is copied."""
+    scheduler = create_scheduler(max_num_batched_tokens=8, enable_prefix_caching=caching)
+    driver = Driver(scheduler, depth=depth)
+    add_family(driver, 30, max_tokens, 9, 9, 9)
+    assert scheduler.stats().num_waiting == 4 and not scheduler.running
+    shared = []
+    while scheduler.has_work():
+        driver.step()
+        shared.append(scheduler.stats().num_shared_blocks)
+    driver.check_tokens()
+    assert driver.worker.num_tokens_computed == 30 + (max_tokens - 1) + 3 * 9
+    assert max(shared) == 8  # 30 tokens, blocks of 4
+    alone = depth == max_tokens == 1  # the last to write no longer shares with the first
+    assert sum(len(step.block_updates) for step in driver.steps) == 3 - alone
+    # 7 shared blocks, and for each choice one partly filled block and at most two for its output.
+    assert scheduler.stats().peak_used_blocks <= 7 + 4 * 3 < 4 * 8
+    assert [driver.first[f"c{n}"].num_cached_tokens for n in range(4)] == [0, 29, 29, 29]
+
+
+def test_children_of_a_parent_that_goes_away_are_queued() -> None:
+    for aborted in (["c0"], ["c0", "c2"], ["c1", "c0"], ["c1"], ["c0", "c1", "c2"]):
+        for steps in range(4):
+            driver = Driver(create_scheduler(max_num_batched_tokens=8), depth=2)
+            add_family(driver, 20, 5, 5, 5)
+            for _ in range(steps):
+                driver.step()
+            driver.abort(*aborted)
+            driver.scheduler.check_integrity()
+            driver.run()
+            driver.check_tokens()
+
+
+def test_children_of_a_preempted_parent_are_queued() -> None:
+    """The first decode that needs a block takes those of a prompt behind it that is under way."""
+    driver = Driver(create_scheduler(num_blocks=11, max_num_batched_tokens=2, watermark=0.0))
+    driver.add(create_request("a", 12, max_tokens=30))
+    while not driver.tokens["a"]:
+        driver.step()
+    add_family(driver, 18, 3, 3, 3)
+    waited = preempted = False
+    while driver.scheduler.has_work():
+        driver.step()
+        waited |= "c0" in driver.scheduler._children
+        parent = driver.scheduler.requests.get("c0")
+        preempted |= parent is not None and parent.num_preemptions > 0 and parent.num_tokens == 18
+    driver.check_tokens()
+    assert waited and preempted
+
+
+def test_children_do_not_pass_a_request_before_them() -> None:
+    """A parent may have overtaken a request that waits for blocks; its children wait behind it."""
+    driver = Driver(create_scheduler(num_blocks=16, watermark=0.0))
+    driver.add(create_request("first", 16, max_tokens=8))
     driver.step()
-    prompt = driver.added["a"].prompt_token_ids
-    driver.add(create_request("b", prompt[:6], max_tokens=5), parent_id="a")
-    child = driver.scheduler.requests["b"]
-    assert child.status is RequestStatus.RUNNING
+    driver.add(create_request("big", 56, max_tokens=2))
+    add_family(driver, 6, 3, 3)
     driver.step()
-    assert child.status is RequestStatus.PREEMPTED
+    statuses = [driver.scheduler.requests[name].status for name in ("big", "c0", "c1")]
+    assert statuses == [RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.WAITING]
     driver.run()
     driver.check_tokens()
+
+
+# --- log probabilities of prompts -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_prompt_scores_come_once_and_do_not_read_the_cache(depth: int, max_tokens: int) -> None:
+    """Conformance 30; C033: with max_tokens 0 no token comes out, not even in a full context."""
+    driver = Driver(create_scheduler(max_num_batched_tokens=7, max_model_len=21), depth=depth)
+    prompt = list(range(21 if max_tokens == 0 else 20))
+    for name in ("a", "b"):  # the second one finds the cache warm
+        request = create_request(name, prompt, max_tokens=max_tokens, prompt_logprobs=0)
+        driver.add(request)
+        driver.run()
+        assert driver.final[name].num_cached_tokens == 0
+        assert len(driver.prompt_logprobs[name]) == len(prompt) - 1
+        assert driver.final[name].finish_reason == "length"
+    driver.add(create_request("c", prompt[:20], max_tokens=1))
+    driver.run()
+    assert driver.final["c"].num_cached_tokens == 19  # what they computed serves others
+    driver.check_tokens()
+
+
+def test_preempted_prompt_scores_are_not_put_out_twice() -> None:
+    driver = Driver(create_scheduler(num_blocks=11, max_num_batched_tokens=2, watermark=0.0))
+    driver.add(create_request("a", 12, max_tokens=30))
+    while not driver.tokens["a"]:
+        driver.step()
+    driver.add(create_request("b", 18, max_tokens=3, prompt_logprobs=0))
+    driver.run()
+    driver.check_tokens()
+    assert driver.final["b"].num_preemptions
+
+
+def test_prompt_that_fills_the_context_is_refused_where_a_token_is_wanted() -> None:
+    driver = Driver(create_scheduler(max_model_len=8))
+    assert driver.add(create_request("a", 8, max_tokens=1)).error is not None
+    assert driver.add(create_request("b", 9, max_tokens=0)).error is not None
+    assert driver.add(create_request("c", 8, max_tokens=0)) is None
+    driver.run()
+    assert driver.final["c"].finish_reason == "length" and not driver.tokens["c"]
 
 
 def test_model_of_the_fake_worker_depends_on_the_whole_prefix() -> None:

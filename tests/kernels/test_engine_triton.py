@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
-def run(path, prompts, params, **options):
+def run(path, prompts, params, n=1, **options):
     options = {
         "max_model_len": 64,
         "num_kv_blocks": 64,
@@ -25,7 +25,7 @@ def run(path, prompts, params, **options):
         **options,
     }
     llm = LLM(model=str(path), dtype="float32", **options)
-    done = llm.generate(prompts, params)
+    done = llm.generate(prompts, params, n)
     llm.engine.scheduler.check_integrity()
     return [c.token_ids for c in done]
 
@@ -118,3 +118,28 @@ def test_draws_and_special_rows_equal_the_torch_path(tiny_checkpoint):
         expected = run(path, prompts, params, **cpu)
         tokens = run(path, prompts, params, attention_backend="triton", max_steps_in_flight=2)
         assert tokens == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_choices_and_scored_prompts_equal_the_torch_path(tiny_checkpoint, depth):
+    """Forks enter the graphs' tables and their copied blocks are read; steps that score a prompt
+    are not for the graphs, while the rows beside them go on."""
+    path, prompts = tiny_checkpoint("qwen2", head_dim=16), some_prompts()
+    common = {"temperature": 1.0, "seed": 7, "max_tokens": 4, "ignore_eos": True}
+    drawing, scoring = SamplingParams(**common), SamplingParams(**common, prompt_logprobs=2)
+    params = [drawing, scoring, drawing, drawing, scoring]
+    cpu = {"device": "cpu", "attention_backend": "torch_blockwise"}
+    expected = run(path, prompts, params, n=3, **cpu)
+    triton = {"attention_backend": "triton", "max_steps_in_flight": depth}
+    assert run(path, prompts, params, n=3, max_num_batched_tokens=10, **triton) == expected
+    scores = [
+        LLM(
+            model=str(path), dtype="float32", max_model_len=64, num_kv_blocks=64, **options
+        ).generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=2))
+        for options in (cpu, {"device": DEVICE, **triton})
+    ]
+    for ours, theirs in zip(*scores, strict=True):
+        for a, b in zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True):
+            assert (a.token_id, a.top_token_ids, a.rank) == (b.token_id, b.top_token_ids, b.rank)
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+            assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=1e-3)
