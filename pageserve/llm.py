@@ -56,27 +56,32 @@ class LLM:
         prompts: Sequence[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008
         n: int = 1,
+        grammars: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt (text or token ids) ``n`` times; return all results in order.
 
         The n of a prompt share its blocks, and the i-th draws as one with ``seed + i`` would.
+        ``grammars`` are what the texts must match, one for all or one per prompt, as
+        :mod:`pageserve.grammar` takes them; a bad one is its completion's ``error``.
         Raises :class:`~pageserve.sampling_params.ParameterError` before anything runs.
         """
         start = time.monotonic()
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         assert len(every) == len(prompts), "one SamplingParams, or one per prompt"
+        if grammars is None or isinstance(grammars, str):
+            grammars = [grammars] * len(prompts)
         ids = [self._encode(p) for p in prompts]
         for p in every:
             p.validate(self.tokenizer.size)
         completions = {}
         processors = {}
         outputs = []
-        for prompt, p in zip(ids, every, strict=True):
+        for prompt, p, grammar in zip(ids, every, grammars, strict=True):
             parent_id = None
             for i in range(n):
                 request_id = f"offline-{self._count}"
                 self._count += 1
-                request = AddRequest(request_id, prompt, for_choice(p, i), start)
+                request = AddRequest(request_id, prompt, for_choice(p, i), start, grammar=grammar)
                 request.parent_id = parent_id
                 parent_id = parent_id or request_id
                 completions[request_id] = Completion(prompt)

@@ -30,8 +30,11 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, gc=False):
 
     ``parent_id`` names a request with the same prompt, sent just before, whose prompt blocks this
     one shares (n > 1). ``grammar`` is what the output must match, in a form that llguidance reads
-    and the client has checked; with ``grammar_trigger_ids`` it is in force only behind one of
-    these tokens, and everything is free before. Tenants share the engine by their ``weight``."""
+    and the client has checked (:mod:`pageserve.grammar`); when nothing may follow any more the
+    request ends. With ``grammar_trigger_ids`` everything is free until one of these tokens is
+    sampled (one in the prompt does not count). The token itself is no part of the grammar, whose
+    text begins right behind it; after its end everything is free again until the next trigger.
+    Tenants share the engine by their ``weight``."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -88,8 +91,9 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     ``finish_reason``. ``stop_reason`` is the id of ``stop_token_ids`` that ended it, if one did;
     ``error`` says what went wrong when ``finish_reason`` is ``error``. ``scheduled_time`` is when
     the request first ran. ``prompt_logprobs`` has one entry for each prompt token but the first,
-    as far as this step computed them. ``grammar_ended`` says that the last token completed the
-    grammar: it is text, where any other token that stops a request is not."""
+    as far as this step computed them. ``grammar_ended`` says that nothing may follow
+    under the grammar: the last token is text, where any other that stops a request is not. (The
+    output that says so may come after the one that brought the token.)"""
 
     request_id: str
     new_token_ids: list[int]
@@ -120,6 +124,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     prefix_cache_hits_total: int = 0  # tokens
     preemptions_total: int = 0
     steps_total: int = 0
+    grammars_compiled_total: int = 0
+    grammar_compile_seconds_total: float = 0.0
+    grammar_cache_hits_total: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, gc=False):
@@ -239,6 +246,8 @@ class BlockUpdate(msgspec.Struct, array_like=True, gc=False):
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """A step. Order of effect: ``new_requests``, ``block_updates``, then ``rows``.
 
+    ``bitmasks`` has the tokens that a row's grammar allows, by slot: bit ``i % 32`` of the
+    little-endian 32-bit word ``i // 32`` is token ``i``. Rows that are not in it are free.
     ``rows`` is in batch order; the core keeps the matching request list to itself, the worker
     never learns a request id."""
 
@@ -246,6 +255,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     new_requests: list[NewRequestData]
     block_updates: list[BlockUpdate]
     rows: list[ScheduledRow]
+    bitmasks: dict[int, bytes] = {}
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -16,6 +16,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -295,6 +296,18 @@ class Metrics:
             counter = CounterMetricFamily(f"vllm:{name}", help, labels=LABELS)
             counter.add_metric(self.labels, value)
             yield counter
+        hits = CounterMetricFamily(
+            "pageserve:grammar_cache_hits", "grammars found compiled", labels=LABELS
+        )
+        hits.add_metric(self.labels, stats.grammar_cache_hits_total)
+        yield hits
+        compiled = SummaryMetricFamily(
+            "pageserve:grammar_compile_seconds", "time to compile a grammar", labels=LABELS
+        )
+        compiled.add_metric(
+            self.labels, stats.grammars_compiled_total, stats.grammar_compile_seconds_total
+        )
+        yield compiled
         for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
             yield self.gaps.family(f"vllm:{name}", "gap between two outputs", self.labels)
         yield self._iterations.family("vllm:iteration_tokens_total", "tokens a step", self.labels)

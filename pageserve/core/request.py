@@ -10,6 +10,7 @@ import sys
 from array import array
 from hashlib import sha256
 
+from pageserve.core.structured_output import Grammar
 from pageserve.messages import AddRequest, FinishReason, RequestOutput, TokenLogprobs
 
 CORRUPTED_TOKEN = -1  # the worker's sign that the logits held NaN or nothing was left to choose
@@ -48,6 +49,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "eos_token_ids",
+        "grammar",
         "max_num_tokens",
         "next_hash_at",
         "num_cached_tokens",
@@ -115,6 +117,7 @@ class Request:
         # One look-up per token decides whether anything but the length can end the request.
         self.stop_ids = self.eos_token_ids.union(params.stop_token_ids, (CORRUPTED_TOKEN,))
 
+        self.grammar: Grammar | None = None  # what the output must match, set by the scheduler
         self.slot = -1  # row of the worker's request table, -1 while not running
         self.block_ids: list[int] = []
         self.writable_end = 0  # positions below need no word with the KV cache manager to write
@@ -168,6 +171,7 @@ class Request:
         stop_reason: int | None = None,
         new_logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        grammar_ended: bool = False,
     ) -> RequestOutput:
         """Build the message for one step's tokens; it is the final one once the status says so."""
         return RequestOutput(
@@ -180,6 +184,7 @@ class Request:
             self.num_preemptions,
             self.scheduled_time,
             error,
+            grammar_ended=grammar_ended,
         )
 
 

@@ -16,6 +16,7 @@ from pageserve.core.fairness import FairQueue
 from pageserve.core.kv_cache_manager import KVCacheManager
 from pageserve.core.policy import POLICIES
 from pageserve.core.request import CORRUPTED_TOKEN, Request, RequestStatus
+from pageserve.core.structured_output import Grammar, StructuredOutputManager
 from pageserve.messages import (
     PROMPT_TOO_LONG,
     AddRequest,
@@ -41,6 +42,7 @@ class _Step:
     """A plan in the making. Rows that decode and rows that carry a prompt chunk are kept apart."""
 
     __slots__ = (
+        "bitmasks",
         "budget",
         "chunk_requests",
         "chunk_rows",
@@ -59,7 +61,14 @@ class _Step:
         self.chunk_rows: list[ScheduledRow] = []
         self.chunk_requests: list[Request] = []  # of the chunk rows that sample
         self.scored: list[tuple[Request, int]] = []  # chunk rows that score: their first position
+        self.bitmasks: dict[int, bytes] = {}  # slot → tokens its grammar allows
         self.preempted = False
+
+    def constrain(self, slot: int, grammar: Grammar) -> None:
+        """Let the row in ``slot`` sample only what its grammar allows, where that is in force."""
+        if grammar.active:
+            assert grammar.bitmask is not None, "a row without its mask"
+            self.bitmasks[slot] = grammar.bitmask
 
 
 class Scheduler:
@@ -67,9 +76,11 @@ class Scheduler:
 
     Promises: each request that enters gets exactly one output with a ``finish_reason``. A running
     decode gets a token in every step it has a block for. Nobody is preempted for a request behind
-    it, so the first one always advances. Tenants take turns by the tokens they were served. A
-    waiting request whose turn it is and that does not fit is overtaken by at most MAX_OVERTAKEN
-    others (LOOK_AHEAD deep), a preempted one by none.
+    it, so the first one always advances. (A row under a grammar runs when its mask is known, and
+    holds nobody up until then.) Tenants take turns by the tokens they were served. A waiting
+    request whose turn it is and that does not fit is overtaken by at most MAX_OVERTAKEN others
+    (LOOK_AHEAD deep), a preempted one by none; one that waits for a mask is set aside meanwhile
+    and then back in its place.
     """
 
     def __init__(
@@ -85,10 +96,12 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         watermark: float = 0.01,
         seed: int | None = None,
+        structured_output: StructuredOutputManager | None = None,
     ) -> None:
         """``watermark`` is the least share of the pool an admission leaves free for decodes (it
         leaves one block for each running request in any case); ``seed`` makes the seeds of
-        requests that bring none reproducible. Raises ValueError for values that cannot work."""
+        requests that bring none reproducible; without ``structured_output`` requests that bring a
+        grammar end as errors. Raises ValueError for values that cannot work."""
         for name, value in (
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
@@ -112,6 +125,9 @@ class Scheduler:
         self.waiting = FairQueue(self.policy)
         self.running: list[Request] = []  # sorted by running_key; preempted from the back
         self._free_slots = list(range(self.max_num_seqs))  # heap: lowest first, a dense table
+        self.structured_output = structured_output
+        # Set aside from the waiting until it is known what their first token may be.
+        self.awaiting_mask: dict[str, Request] = {}
         self._in_flight: dict[int, list[Request]] = {}  # step id → requests of its sampling rows
         self._scored: dict[int, list[tuple[Request, int]]] = {}  # step id → rows that score
         self._children: dict[str, list[Request]] = {}  # waiting for the prompt of a live request
@@ -243,6 +259,9 @@ class Scheduler:
         rows, requests = step.decode_rows, step.decode_requests
         no_blocks: list[int] = []  # one for all rows: hundreds of empty lists a step wake the GC
         for request in self.running:  # preemption pops from the end, never before this request
+            grammar = request.grammar
+            if grammar is not None and grammar.holds_back(request.num_output_placeholders):
+                continue
             num_tokens = request.num_tokens + request.num_output_placeholders
             computed = request.num_computed_tokens
             if num_tokens - computed != 1:
@@ -263,6 +282,8 @@ class Scheduler:
             request.num_computed_tokens = num_tokens
             request.num_output_placeholders += 1
             requests.append(request)
+            if grammar is not None:
+                step.constrain(request.slot, grammar)
         step.budget -= len(rows)
         return unfinished
 
@@ -302,7 +323,9 @@ class Scheduler:
             and all(map(_may_be_overtaken, blocked))
         ):
             request = self.waiting.pop()
-            if self._admit(step, request):
+            if request.grammar is not None and request.grammar.waits:
+                self.awaiting_mask[request.request_id] = request
+            elif self._admit(step, request):
                 for overtaken in blocked:
                     overtaken.num_overtaken += 1
             else:
@@ -384,6 +407,8 @@ class Scheduler:
             scores = request.sampling_params.prompt_logprobs is not None
             if scores and computed < request.num_prompt_tokens - 1:
                 step.scored.append((request, computed))
+        if samples and request.grammar is not None:
+            step.constrain(request.slot, request.grammar)
         request.num_computed_tokens = computed + num_scheduled
         request.num_output_placeholders += samples
         step.budget -= num_scheduled
@@ -406,7 +431,7 @@ class Scheduler:
         if step.scored:
             self._scored[self._step_id] = step.scored
         rows = step.decode_rows + step.chunk_rows
-        return SchedulerOutput(self._step_id, step.new_requests, block_updates, rows)
+        return SchedulerOutput(self._step_id, step.new_requests, block_updates, rows, step.bitmasks)
 
     # --- absorb a step ----------------------------------------------------------------------------
 
@@ -428,12 +453,18 @@ class Scheduler:
             request.num_output_placeholders -= 1
             if request.status > _LAST_LIVE:
                 continue
+            grammar = request.grammar
+            if grammar is not None and grammar.num_stale:
+                grammar.num_stale -= 1
+                continue
             num_tokens = request.num_tokens + 1
             if token_id in request.stop_ids or num_tokens >= request.max_num_tokens:
                 outputs.append(self._absorb_last(request, token_id, logprob))
                 continue
             request.token_ids.append(token_id)
             request.num_tokens = num_tokens
+            if grammar is not None:
+                self._advance_grammar(request, grammar, token_id)
             if num_tokens >= request.next_hash_at:
                 self.kv_cache_manager.cache_blocks(request)
             outputs.append(
@@ -488,21 +519,69 @@ class Scheduler:
             return request.output([])
         request.token_ids.append(token_id)
         request.num_tokens += 1
-        self.kv_cache_manager.cache_blocks(request)
         stop = request.check_stop()
+        grammar_ended = False
+        if request.grammar is not None:
+            if stop is None:
+                self._advance_grammar(request, request.grammar, token_id)
+            elif stop[0] is RequestStatus.FINISHED_LENGTH:
+                assert self.structured_output is not None
+                grammar_ended = self.structured_output.ends_with(request.grammar, token_id)
+                stop = (RequestStatus.FINISHED_STOPPED, None) if grammar_ended else stop
+        self.kv_cache_manager.cache_blocks(request)
         if stop is not None:
             self._finish(request, stop[0])
         return request.output(
             [token_id],
             stop_reason=None if stop is None else stop[1],
             new_logprobs=None if logprob is None else [logprob],
+            grammar_ended=grammar_ended,
         )
+
+    # --- grammars ---------------------------------------------------------------------------------
+
+    def absorb_grammars(self, timeout: float = 0.0) -> list[RequestOutput]:
+        """Take in masks and compiled grammars that are ready; return the final outputs of requests
+        whose grammar has ended, or has turned out to be unusable.
+
+        Waits up to ``timeout`` seconds for masks under way, or for a compilation if there are
+        none."""
+        if self.structured_output is None:
+            return []
+        outputs: list[RequestOutput] = []
+        num_live = len(self.requests)
+        for grammar in self.structured_output.take(timeout):
+            request = self.requests.get(grammar.request_id)
+            if request is None or request.grammar is not grammar:
+                continue  # finished meanwhile
+            if grammar.error is not None:
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                outputs.append(request.output([], error=f"grammar_error: {grammar.error}"))
+            elif grammar.ended:
+                self._finish(request, RequestStatus.FINISHED_STOPPED)
+                outputs.append(request.output([], grammar_ended=True))
+            elif self.awaiting_mask.pop(request.request_id, None) is not None:
+                self.waiting.push(request)
+        if len(self.requests) != num_live:
+            self._drop_finished()
+        return outputs
+
+    def _advance_grammar(self, request: Request, grammar: Grammar, token_id: int) -> None:
+        """Give the newest token to the grammar. If it puts the grammar in force, tokens in flight
+        are stale: their positions are planned again, like those of rejected draft tokens."""
+        assert self.structured_output is not None
+        num_in_flight = request.num_output_placeholders
+        self.structured_output.accept(grammar, token_id, num_in_flight)
+        if grammar.num_stale and request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= num_in_flight
+            self._num_computed_tokens -= num_in_flight
 
     # --- books ------------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters, at the same cost whatever is queued or running."""
         pool = self.kv_cache_manager.block_pool
+        grammars = self.structured_output
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.requests) - len(self.running),
@@ -517,6 +596,9 @@ class Scheduler:
             prefix_cache_hits_total=self._prefix_cache_hits,
             preemptions_total=self._num_preemptions,
             steps_total=self._step_id,
+            grammars_compiled_total=grammars.num_compiled if grammars else 0,
+            grammar_compile_seconds_total=grammars.compile_seconds if grammars else 0.0,
+            grammar_cache_hits_total=grammars.num_cache_hits if grammars else 0,
         )
 
     def progress(self, request_ids: Iterable[str] | None = None) -> list[RequestProgress]:
@@ -545,8 +627,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that all books agree; callable between any two calls."""
+        set_aside = list(self.awaiting_mask.values())
         running, waiting = self.running, self.waiting.requests()
         assert len(self.waiting) == len(waiting)
+        assert all(r.grammar is not None and r.grammar.waits for r in set_aside)
+        waiting += set_aside
         for parent_id, children in self._children.items():
             assert children and all(child.parent_id == parent_id for child in children)
             assert self.requests[parent_id].status is not RequestStatus.PREEMPTED
@@ -567,6 +652,11 @@ class Scheduler:
         for request in self.requests.values():
             assert request.num_tokens == len(request.token_ids) < request.max_num_tokens
             assert request.num_output_placeholders == in_flight.count(request)
+            grammar = request.grammar
+            if grammar is not None:
+                assert grammar.num_stale <= request.num_output_placeholders
+                assert grammar.active or not grammar.num_stale
+                assert not grammar.ended and grammar.error is None, "should have finished"
         for request in running:
             missing = request.num_tokens + request.num_output_placeholders
             assert request.num_computed_tokens < missing, "nothing left to compute"
@@ -592,6 +682,8 @@ class Scheduler:
                 f"{PROMPT_TOO_LONG} The prompt has {num_prompt_tokens} tokens, but the KV cache "
                 f"of this server holds {self.max_pool_tokens}."
             )
+        if message.grammar is not None and self.structured_output is None:
+            return "This engine takes no grammars."
         return None
 
     def _register(self, message: AddRequest) -> Request:
@@ -612,6 +704,11 @@ class Scheduler:
             max_num_tokens=max_num_tokens,
             eos_token_ids=self._eos_token_ids,
         )
+        if message.grammar is not None:
+            assert self.structured_output is not None, "refused by _why_never"
+            request.grammar = self.structured_output.add(
+                message.request_id, message.grammar, message.grammar_trigger_ids, params.ignore_eos
+            )
         request.running_key = self.policy.running_key(request)
         self._num_arrivals += 1
         self.waiting.join(request)
@@ -629,7 +726,8 @@ class Scheduler:
             request.status = status
         else:
             request.status = status
-            self.waiting.discard(request)
+            if self.awaiting_mask.pop(request.request_id, None) is None:
+                self.waiting.discard(request)
         self.waiting.leave(request)
         del self.requests[request.request_id]
         self._queue_children(request)

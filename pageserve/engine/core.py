@@ -12,9 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+from llguidance import LLMatcher
+
 from pageserve.config import EngineConfig
 from pageserve.core.scheduler import Scheduler
+from pageserve.core.structured_output import StructuredOutputManager
 from pageserve.engine.timeline import Timeline, open_trace
+from pageserve.grammar import compile_grammar, llguidance_tokenizer
 from pageserve.messages import (
     AddRequest,
     EngineReady,
@@ -23,8 +27,12 @@ from pageserve.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from pageserve.tokenizer import Tokenizer
 from pageserve.worker.model_runner import StepHandle
 from pageserve.worker.worker import Worker
+
+MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks, while others may be running
+IDLE_TIMEOUT = 0.002  # the same if nothing else can run; the caller may have new requests then
 
 
 class EngineCore:
@@ -56,6 +64,11 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             eos_token_ids=model_config.eos_token_ids,
             seed=config.model.seed,
+            structured_output=StructuredOutputManager(
+                _compiler(self.worker.tokenizer, tuple(model_config.eos_token_ids)),
+                self.worker.runner.vocab_limit,
+                model_config.eos_token_ids,
+            ),
         )
         self.ready = EngineReady(
             max_model_len=config.model.max_model_len,
@@ -94,7 +107,10 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Keep the pipeline full, then wait for its oldest step and absorb it."""
+        """Keep the pipeline full, then wait for its oldest step and absorb it.
+
+        Where nothing can run before a grammar's mask is known, waits a little for that instead."""
+        released = self._released(self.scheduler.absorb_grammars(MASK_TIMEOUT))
         timeline = self._timeline
         while len(self._in_flight) < self._depth:
             if timeline is not None:
@@ -109,16 +125,16 @@ class EngineCore:
                 timeline.launched(plan, handle)
             self._in_flight.append((plan, handle))
         if not self._in_flight:
-            return []
+            return released + self._released(self.scheduler.absorb_grammars(IDLE_TIMEOUT))
         plan, handle = self._in_flight.popleft()
         if timeline is None:
-            return self.scheduler.update(plan, handle.result())
+            return released + self.scheduler.update(plan, handle.result())
         timeline.begin()
         result = handle.result()
         timeline.ran(plan)
         outputs = self.scheduler.update(plan, result)
         timeline.absorbed(plan, outputs, self.stats())
-        return outputs
+        return released + outputs
 
     def progress(self, request_ids: list[str] | None) -> list[RequestProgress]:
         """Where these requests are, or all live ones."""
@@ -148,3 +164,8 @@ class EngineCore:
         if self._timeline is not None:
             self._timeline.released(outputs)
         return outputs
+
+
+def _compiler(tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> Callable[[str], LLMatcher]:
+    """Return what compiles grammars; the first one waits for llguidance's view of the tokenizer."""
+    return lambda grammar: compile_grammar(grammar, llguidance_tokenizer(tokenizer, eos_token_ids))

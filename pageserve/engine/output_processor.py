@@ -197,7 +197,8 @@ class OutputProcessor:
         token_ids = output.new_token_ids
         stop_reason: int | str | None = output.stop_reason
         # A stop token is the last one; its text is no part of the output.
-        body = token_ids[:-1] if finish_reason == "stop" else token_ids
+        stopped_by_token = finish_reason == "stop" and not output.grammar_ended
+        body = token_ids[:-1] if stopped_by_token else token_ids
         if self._by_token:
             stop = self._read(body, output.new_logprobs)
             if stop is not None:

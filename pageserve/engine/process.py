@@ -210,6 +210,7 @@ def _merge(into: RequestOutput, new: RequestOutput) -> None:
     into.finish_reason = new.finish_reason
     into.stop_reason = new.stop_reason
     into.error = new.error
+    into.grammar_ended = new.grammar_ended
     into.num_preemptions = max(into.num_preemptions, new.num_preemptions)
     into.scheduled_time = into.scheduled_time or new.scheduled_time
 

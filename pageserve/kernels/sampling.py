@@ -598,6 +598,41 @@ class _Statistics:
         )
 
 
+@triton.jit
+def _bitmask_kernel(
+    logits_ptr,  # [B, V]
+    index_ptr,  # [B] int32: the row's mask, -1 for none
+    bitmasks_ptr,  # [M, W] int32
+    logits_stride,
+    V,
+    W,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    mask = tl.load(index_ptr + row).to(tl.int64)
+    if mask < 0:
+        return
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < V
+    words = tl.load(bitmasks_ptr + mask * W + ids // 32, mask=inside, other=-1)
+    banned = ((words >> (ids % 32)) & 1) == 0
+    places = logits_ptr + row * logits_stride + ids
+    # Adding keeps a NaN, which must not go unseen.
+    x = tl.load(places, mask=inside & banned, other=0.0)
+    tl.store(places, x.to(tl.float32) + float("-inf"), mask=inside & banned)
+
+
+def apply_bitmasks(logits: torch.Tensor, index: torch.Tensor, bitmasks: torch.Tensor) -> None:
+    """Forbid tokens in ``logits`` [B, V], in place: row i keeps those whose bit is set in mask
+    ``index[i]`` (int32, -1: all) of ``bitmasks`` [M, W] int32, bit i % 32 of word i // 32 for
+    token i, 32 * W at least V."""
+    num_rows, vocab = logits.shape
+    grid = (num_rows, triton.cdiv(vocab, 4096))
+    _bitmask_kernel[grid](
+        logits, index, bitmasks, logits.stride(0), vocab, bitmasks.shape[1], BLOCK=4096
+    )
+
+
 def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     """Return the lowest id of the highest logit per row of ``logits`` [B, V] as int64 [B].
 

@@ -6,7 +6,8 @@ one token per row, and mixed steps, in which ``num_tokens`` are shared among the
 Padding rows have slot -1: they read token 0, write no KV and attend to nothing.
 
 A step with rows that want more than the sampling kernels do (penalties, biases, log probabilities)
-ends at its logits, from which the caller samples: see :class:`Ending`.
+ends at its logits, from which the caller samples: see :class:`Ending`. The masks of rows under a
+grammar come along with the step, and a bucket that has some applies them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from pageserve.kernels.input_batch import (
     prepare_inputs,
     store_sampled,
 )
-from pageserve.kernels.sampling import greedy_sample, sample
+from pageserve.kernels.sampling import apply_bitmasks, greedy_sample, sample
 from pageserve.messages import NewRequestData, SchedulerOutput
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.utils import cdiv
@@ -49,6 +50,7 @@ class GraphKey(NamedTuple):
     num_rows: int
     decode: bool  # every row has exactly one token, which samples; False: any mix
     ending: Ending
+    masked: bool = False  # some row is under a grammar, and the step applies its mask
 
     @property
     def leaves_logits(self) -> bool:
@@ -70,11 +72,14 @@ def token_buckets(max_num_batched_tokens: int) -> list[int]:
 
 
 class _Stage(NamedTuple):
-    """Pinned host memory of one step in flight; int32 but for ``sampled``, int64."""
+    """Pinned host memory of one step in flight; int32 but for ``sampled``, int64. The buffers that
+    the graphs read look the same."""
 
     rows: torch.Tensor  # [max_rows, 2]: slot, first position; slot -1: padding
     last: torch.Tensor  # [max_rows, 2]: slot, last position; slot -1: the row does not sample
     starts: torch.Tensor  # [max_rows + 1]: query_start_loc
+    masks: torch.Tensor  # [max_rows]: the row's bitmask; -1: it has none
+    bitmasks: torch.Tensor  # [max_rows, words]: the first ones are in use
     sampled: torch.Tensor  # [max_rows]
 
 
@@ -102,13 +107,15 @@ class CUDAGraphRunner:
         self.token_sizes = token_buckets(max_num_batched_tokens)
         self.mixed_row_sizes = [n for n in (64, 256) if n < max_num_seqs] + [max_num_seqs]
 
-        self.inputs = _make_stage(max_num_seqs, device=self.device)
+        self.inputs = _make_stage(max_num_seqs, vocab_limit, device=self.device)
         self._logits = torch.empty(
             max_num_seqs, vocab_limit, dtype=kv_cache.dtype, device=self.device
         )
         self._decode_buffers = {n: InputBuffers.allocate(n, self.device) for n in self.row_sizes}
         pinned = self.device.type == "cuda"
-        self._stages = [_make_stage(max_num_seqs, pin_memory=pinned) for _ in range(STAGES)]
+        self._stages = [
+            _make_stage(max_num_seqs, vocab_limit, pin_memory=pinned) for _ in range(STAGES)
+        ]
         self._turn = 0
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
@@ -116,7 +123,8 @@ class CUDAGraphRunner:
 
     def keys(self) -> list[GraphKey]:
         """Buckets to capture at start-up, largest first, so that the smaller ones reuse the memory
-        of the larger. Only greedy ones: the others are captured when they are first needed."""
+        of the larger. Only greedy ones, without masks: the others are captured when they are first
+        needed."""
         decode = [(n, n, True) for n in reversed(self.row_sizes)]
         mixed = [
             (tokens, rows, False)
@@ -167,14 +175,15 @@ class CUDAGraphRunner:
         num_rows, num_tokens = len(step.rows), step.num_scheduled_tokens
         slots = [row.slot for row in step.rows if row.samples]
         ending = self._sampling.ending(slots)
+        masked = bool(step.bitmasks) and ending is not Ending.LOGITS
         if num_rows == num_tokens == len(slots):
             size = _bucket(self.row_sizes, num_rows)
-            return GraphKey(size, size, True, ending)
+            return GraphKey(size, size, True, ending, masked)
         rows = _bucket(self.mixed_row_sizes, num_rows)
         if num_tokens > self.token_sizes[-1]:
             # Nothing to gain from a graph; whole tiles keep the variety of shapes small.
-            return GraphKey(cdiv(num_tokens, TILE) * TILE, rows, False, ending)
-        return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, ending)
+            return GraphKey(cdiv(num_tokens, TILE) * TILE, rows, False, ending, masked)
+        return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, ending, masked)
 
     def replay(self, key: GraphKey, step: SchedulerOutput) -> torch.Tensor:
         """Launch a step. Returns one entry per row, whether it samples or not: the sampled ids,
@@ -205,6 +214,7 @@ class CUDAGraphRunner:
         self.inputs.rows.fill_(-1)
         self.inputs.last.fill_(-1)
         self.inputs.starts.zero_()
+        self.inputs.masks.fill_(-1)
         graph = self._capture(key)
         for target, source in zip(self.inputs, kept, strict=True):
             target.copy_(source)
@@ -227,9 +237,21 @@ class CUDAGraphRunner:
             last[:num_rows, 1] += np.asarray(counts, dtype=np.int32) - 1
             last[:num_rows, 0][[not r.samples for r in step.rows]] = -1
             sent += ["starts", "last"]
+        if key.masked:
+            self._stage_masks(key, step, stage)
+            sent += ["masks"]
         for name in sent:
             size = key.num_rows + (name == "starts")
             getattr(self.inputs, name)[:size].copy_(getattr(stage, name)[:size], non_blocking=True)
+
+    def _stage_masks(self, key: GraphKey, step: SchedulerOutput, stage: _Stage) -> None:
+        masks, bitmasks = stage.masks.numpy(), stage.bitmasks.numpy()
+        masks[: key.num_rows] = -1
+        rows = [i for i, row in enumerate(step.rows) if row.slot in step.bitmasks]
+        for place, i in enumerate(rows):
+            masks[i] = place
+            bitmasks[place] = np.frombuffer(step.bitmasks[step.rows[i].slot], dtype="<i4")
+        self.inputs.bitmasks[: len(rows)].copy_(stage.bitmasks[: len(rows)], non_blocking=True)
 
     def _run(self, key: GraphKey, long_rows: Sequence[LongRow] = ()) -> None:
         """The step itself, launched or captured; ``long_rows`` are only for launched ones."""
@@ -270,6 +292,8 @@ class CUDAGraphRunner:
         if key.leaves_logits:
             self._logits[:num_rows].copy_(logits)
             return
+        if key.masked:
+            apply_bitmasks(logits, self.inputs.masks[:num_rows], self.inputs.bitmasks)
         if key.ending is Ending.DRAW:
             sampled = sample(logits, *self._sampling.rows(row_slots, last[:, 1] + 1))
         else:
@@ -324,12 +348,14 @@ class _SamplingTable:
         return temperature, top_k, top_p, min_p, seeds, num_tokens - num_prompt_tokens
 
 
-def _make_stage(max_rows: int, **where: Any) -> _Stage:
+def _make_stage(max_rows: int, vocab_limit: int, **where: Any) -> _Stage:
     short = {"dtype": torch.int32, **where}
     return _Stage(
         torch.full((max_rows, 2), -1, **short),
         torch.full((max_rows, 2), -1, **short),
         torch.zeros(max_rows + 1, **short),
+        torch.full((max_rows,), -1, **short),
+        torch.zeros(max_rows, cdiv(vocab_limit, 32), **short),
         torch.zeros(max_rows, dtype=torch.int64, **where),
     )
 

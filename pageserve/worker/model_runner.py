@@ -159,7 +159,9 @@ class ModelRunner:
     ) -> StepHandle:
         """Choose a token for every row that samples, whose ``logits`` these are."""
         rows = [
-            self.states.row_sampling(r.slot, r.num_computed_tokens + r.num_scheduled_tokens)
+            self.states.row_sampling(
+                r.slot, r.num_computed_tokens + r.num_scheduled_tokens, step.bitmasks.get(r.slot)
+            )
             for r in step.rows
             if r.samples
         ]

@@ -69,12 +69,17 @@ class RequestStates:
         assert new is not None, f"slot {slot} is empty"
         return new.sampling_params
 
-    def row_sampling(self, slot: int, num_tokens: int) -> RowSampling:
+    def row_sampling(self, slot: int, num_tokens: int, bitmask: bytes | None = None) -> RowSampling:
         """Sampling inputs of the request in ``slot`` once it has ``num_tokens`` tokens."""
         new = self.sampling[slot]
         assert new is not None, f"slot {slot} is empty"
         return RowSampling(
-            new.sampling_params, new.seed, slot, int(self.num_prompt_tokens[slot]), num_tokens
+            new.sampling_params,
+            new.seed,
+            slot,
+            int(self.num_prompt_tokens[slot]),
+            num_tokens,
+            bitmask,
         )
 
     def record(self, rows: Sequence[RowSampling], token_ids: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """From logits to token ids: masks, penalties, filters and one reproducible draw per row.
 
-    raw logits ─ edits ─ penalties ─ temperature ─ min-p, top-k, top-p ─ draw
+    raw logits ─ grammar, edits ─ penalties ─ temperature ─ min-p, top-k, top-p ─ draw
         └ log probabilities are of these
 
 A draw depends on the request's seed, the token's place in the output and the logits, never on the
@@ -23,6 +23,7 @@ import torch
 
 from pageserve.worker.sampling_metadata import (
     Draws,
+    GrammarMasks,
     LogitChanges,
     Penalties,
     RowSampling,
@@ -111,7 +112,9 @@ def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def apply_changes(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
-    """Change ``logits`` [n, v] in place: allow-lists, bans, biases, then penalties."""
+    """Change ``logits`` [n, v] in place: grammars, allow-lists, bans, biases, then penalties."""
+    if changes.grammars is not None:
+        _apply_bitmasks(logits, changes.grammars)
     if (allowed := changes.allowed) is not None:
         kept = logits[allowed.pair_rows, allowed.pair_ids]
         logits[allowed.rows] += -torch.inf  # adding keeps a NaN, which must not go unseen
@@ -125,6 +128,14 @@ def apply_changes(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
     if changes.penalties is not None:
         _apply_penalties(logits, changes.penalties)
     return logits
+
+
+def _apply_bitmasks(logits: torch.Tensor, masks: GrammarMasks) -> None:
+    """Forbid tokens whose bit is not set. Ids beyond the last word are left to the caller."""
+    shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+    banned = ((masks.bitmasks[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    # Adding keeps a NaN, which must not go unseen.
+    logits[masks.rows] += torch.where(banned, -torch.inf, 0.0)
 
 
 def _apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:

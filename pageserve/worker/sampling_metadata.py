@@ -27,6 +27,15 @@ class RowSampling:
     slot: int
     num_prompt_tokens: int
     num_tokens: int
+    bitmask: bytes | None = None  # tokens that a grammar allows, as in SchedulerOutput
+
+
+@dataclass(frozen=True)
+class GrammarMasks:
+    """Rows whose tokens a grammar restricts."""
+
+    rows: torch.Tensor  # [r] int64
+    bitmasks: torch.Tensor  # [r, words] int32: bit i % 32 of word i // 32 is token i
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class Penalties:
 class LogitChanges:
     """All that happens to logits before they are sampled, in this order."""
 
+    grammars: GrammarMasks | None
     allowed: AllowedTokens | None
     bad_words: BadWords | None
     edits: TokenEdits | None
@@ -149,7 +159,8 @@ def build_sampling_metadata(
 def _changes_logits(row: RowSampling) -> bool:
     p = row.params
     return bool(
-        p.logit_bias
+        row.bitmask is not None
+        or p.logit_bias
         or p.allowed_token_ids is not None
         or p.bad_words_token_ids
         or p.min_tokens > row.num_tokens - row.num_prompt_tokens
@@ -218,12 +229,19 @@ class _Builder:
                     words.append((i, word))
         penalised = [i for i in changed if _has_penalty(self.rows[i].params)]
         allowed = [i for i in changed if self.rows[i].params.allowed_token_ids is not None]
+        masked = [i for i in changed if self.rows[i].bitmask is not None]
         return LogitChanges(
+            grammars=self._grammar_masks(masked) if masked else None,
             allowed=self._allowed_tokens(allowed) if allowed else None,
             bad_words=self._bad_words(words),
             edits=self._token_edits(edits),
             penalties=self._penalties(penalised) if penalised else None,
         )
+
+    def _grammar_masks(self, masked: list[int]) -> GrammarMasks:
+        data = b"".join([self.rows[i].bitmask or b"" for i in masked])
+        words = np.frombuffer(data, dtype="<i4").reshape(len(masked), -1)
+        return GrammarMasks(self._send(masked, np.int64), self._send(words.copy(), np.int32))
 
     def _token_edits(self, edits: list[tuple[int, int, float]]) -> TokenEdits | None:
         edits = [edit for edit in edits if 0 <= edit[1] < self.vocab_limit]

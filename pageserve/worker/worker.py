@@ -62,6 +62,7 @@ class Worker:
         self.num_kv_blocks = plan.num_blocks
         self.memory_bytes = {"weights": plan.weight_bytes, "kv_cache": plan.pool_bytes}
         model = self.model_config
+        self.tokenizer = load_tokenizer(path)
         kv_cache = allocate_kv_cache(plan, model, dtype, device)
         self.runner = ModelRunner(
             self.model,
@@ -69,7 +70,7 @@ class Worker:
             kv_cache,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=config.model.max_model_len,
-            vocab_limit=min(load_tokenizer(path).size, model.vocab_size),
+            vocab_limit=min(self.tokenizer.size, model.vocab_size),
             eos_token_ids=list(model.eos_token_ids),
             timed=config.scheduler.trace is not None,
         )

@@ -34,6 +34,8 @@ def test_every_name_is_there_at_zero(make_api):
     for name in HISTOGRAMS:
         assert sample(metrics, name + "_count") == sample(metrics, name + "_sum") == 0
         assert sample(metrics, name + "_bucket", le="+Inf") == 0
+    for name in ("cache_hits_total", "compile_seconds_count", "compile_seconds_sum"):
+        assert metrics[f"pageserve:grammar_{name}{LABELS}"] == 0
     for reason in REASONS:
         assert sample(metrics, "request_success_total", finished_reason=reason) == 0
     assert any(name.startswith("vllm:cache_config_info{") for name in metrics)

@@ -10,7 +10,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
 from pageserve.core.scheduler import Scheduler
+from pageserve.core.structured_output import StructuredOutputManager
 from pageserve.messages import (
     AddRequest,
     ModelRunnerOutput,
@@ -31,21 +34,78 @@ def next_token(token_ids: Sequence[int]) -> int:
     return zlib.crc32(array("I", token_ids).tobytes()) % VOCAB_SIZE
 
 
-def generate(
-    prompt: Sequence[int], params: SamplingParams, limit: int, model: NextToken = next_token
-) -> list[int]:
+class Alphabet:
+    """What the tokens say to a grammar: EOS, then a character each."""
+
+    CHARS = 'abcdefghijklmnopqrstuvwxyz0123456789{}[]:,.<> "-+'
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens = (b"\xff<eos>", *(c.encode() for c in CHARS))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [1 + self.CHARS.index(c) for c in (text if isinstance(text, str) else text.decode())]
+
+
+assert len(Alphabet.tokens) == VOCAB_SIZE
+TOKENIZER = LLTokenizer(TokenizerWrapper(Alphabet()), n_vocab=VOCAB_SIZE, eos_token=EOS)
+
+
+def compile_grammar(text: str) -> LLMatcher:
+    matcher = LLMatcher(TOKENIZER, text, log_level=0)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return "".join(Alphabet.CHARS[t - 1] for t in token_ids if t != EOS)
+
+
+def choose(token: int, mask: bytes | None) -> int:
+    """The model's choice, or the next legal one above it, in a circle; -1 if there is none."""
+    if token < 0:
+        return token
+    for candidate in ((token + i) % VOCAB_SIZE for i in range(VOCAB_SIZE)):
+        if mask is None or mask[candidate // 8] >> candidate % 8 & 1:
+            return candidate
+    return -1
+
+
+def generate(request: AddRequest, limit: int, model: NextToken = next_token) -> list[int]:
     """The tokens a request alone must get, ``limit`` bounding prompt + output."""
-    tokens, output = list(prompt), []
-    while params.max_tokens != 0:
-        token = model(tokens)
+    params, matcher = request.sampling_params, None
+    if request.grammar is not None and not request.grammar_trigger_ids:
+        matcher = compile_grammar(request.grammar)
+    tokens, output = list(request.prompt_token_ids), []
+    while True:
+        mask = None
+        if matcher is not None:
+            mask = legal(matcher, params.ignore_eos)
+            if not any(mask):  # the grammar has ended
+                if not request.grammar_trigger_ids:
+                    return output
+                matcher = mask = None
+        if len(output) == params.max_tokens or len(tokens) >= limit:
+            return output
+        token = choose(model(tokens), mask)
         tokens.append(token)
         output.append(token)
         stops = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
         if stops and len(output) >= params.min_tokens:
             return output
-        if len(output) == params.max_tokens or len(tokens) >= limit:
-            return output
-    return []
+        if matcher is not None:
+            matcher.consume_token(token)
+        elif token in request.grammar_trigger_ids:
+            assert request.grammar is not None
+            matcher = compile_grammar(request.grammar)
+
+
+def legal(matcher: LLMatcher, ignore_eos: bool) -> bytes:
+    """The mask of the next token; all zero if nothing but EOS could come."""
+    mask = bytearray(matcher.compute_bitmask())
+    if ignore_eos or not any([mask[0] & ~1, *mask[1:]]):
+        mask[0] &= ~1
+    return bytes(mask)
 
 
 class FakeWorker:
@@ -101,6 +161,8 @@ class FakeWorker:
         for row in step.rows:
             assert row.num_scheduled_tokens > 0
             end = row.num_computed_tokens + row.num_scheduled_tokens
+            if row.slot in step.bitmasks:  # a token sampled before its grammar was in force
+                del self.token_ids[row.slot][end:]
             assert row.samples == (end == len(self.token_ids[row.slot]))
             for position in range(row.num_computed_tokens, end):
                 address = self.address(row.slot, position)
@@ -119,6 +181,9 @@ class FakeWorker:
             assert seen == [(tokens[p], p) for p in range(end)], "read another request's tokens"
             if row.samples:
                 token = self.model(tokens)
+                mask = step.bitmasks.get(row.slot)
+                if mask is not None:
+                    token = choose(token, mask)
                 tokens.append(token)
                 sampled.append(token)
                 params = self.params[row.slot]
@@ -186,11 +251,15 @@ class Driver:
 
     def step(self) -> list[RequestOutput]:
         """Plan and launch one step if there is one, absorb the oldest once ``depth`` are out."""
+        self._collect(self.scheduler.absorb_grammars())
         launched = self.launch()
         self.scheduler.check_integrity()
         outputs: list[RequestOutput] = []
         if self.in_flight and (launched is None or len(self.in_flight) >= self.depth):
             outputs = self.absorb()
+            self.scheduler.check_integrity()
+        elif launched is None:
+            self._collect(self.scheduler.absorb_grammars(timeout=10))
             self.scheduler.check_integrity()
         return outputs
 
@@ -217,13 +286,16 @@ class Driver:
             prompt, params = request.prompt_token_ids, request.sampling_params
             scored = [(t.token_id, t.logprob) for t in self.prompt_logprobs[request_id]]
             scores = [(token, -float(p)) for p, token in enumerate(prompt) if p]
-            expected = generate(prompt, params, limit, self.worker.model)
+            expected = generate(request, limit, self.worker.model)
             if final.finish_reason == "abort":
                 assert tokens == expected[: len(tokens)]
                 assert scored == scores[: len(scored)]
                 continue
             assert scored == (scores if params.prompt_logprobs is not None else [])
             assert tokens == expected
+            if final.grammar_ended:
+                assert final.finish_reason == "stop"
+                continue
             if params.max_tokens == 0:
                 assert final.finish_reason == "length"
                 continue
@@ -250,8 +322,12 @@ def create_scheduler(**changes: object) -> Scheduler:
         "max_num_batched_tokens": 64,
         "max_model_len": 512,
         "eos_token_ids": [EOS],
+        "structured_output": StructuredOutputManager(compile_grammar, VOCAB_SIZE, [EOS]),
     }
     return Scheduler(**(options | changes))  # type: ignore[arg-type]
+
+
+OUTER = ("priority", "cache_salt", "tenant", "weight", "grammar", "grammar_trigger_ids")
 
 
 def create_request(
@@ -261,9 +337,7 @@ def create_request(
     if isinstance(prompt, int):
         first = zlib.crc32(request_id.encode())
         prompt = [(first + 7 * i) % 100_003 for i in range(prompt)]
-    outer = {
-        k: changes.pop(k) for k in ("priority", "cache_salt", "tenant", "weight") if k in changes
-    }
+    outer = {k: changes.pop(k) for k in OUTER if k in changes}
     options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | changes
     return AddRequest(request_id, list(prompt), SamplingParams(**options), 0.0, **outer)  # type: ignore[arg-type]
 

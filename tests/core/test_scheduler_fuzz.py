@@ -10,6 +10,7 @@ import pytest
 from fake_worker import Driver, create_request, create_scheduler, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from pageserve.core.policy import POLICIES
 from pageserve.messages import AddRequest
@@ -26,6 +27,11 @@ CONFIGURATIONS = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.01, 0.3]),
     }
 )
+GRAMMARS = [
+    (LLMatcher.grammar_from_regex("[a-d]+( [a-d]+)*"), []),
+    (LLMatcher.grammar_from_regex("-?[0-9]{2,4}"), []),
+    (LLMatcher.grammar_from_regex("[0-9]:[a-c]{2}>"), list(range(1, 20))),
+]
 ARRIVAL = st.fixed_dictionaries(
     {
         "stem": st.integers(0, 2),  # prompts with equal stems share a prefix
@@ -39,6 +45,7 @@ ARRIVAL = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, 0]),
         "priority": st.integers(-1, 1),
         "salt": st.sampled_from([None, None, "s"]),
+        "grammar": st.sampled_from([None, None, None, *GRAMMARS]),
     }
 )
 ACTIONS = st.lists(
@@ -62,6 +69,7 @@ def arrival(name: str, wishes: dict, prompt: list[int] | None = None) -> AddRequ
     if prompt is None:
         stem = [w["stem"] * 100 + i for i in range(w["shared"])]
         prompt = stem + [1000 + len(name) * 7 + int(name[1:]) * 10 + i for i in range(w["own"])]
+    grammar, trigger_ids = w["grammar"] or (None, [])
     return create_request(
         name,
         prompt,
@@ -73,6 +81,8 @@ def arrival(name: str, wishes: dict, prompt: list[int] | None = None) -> AddRequ
         prompt_logprobs=w["prompt_logprobs"],
         priority=w["priority"],
         cache_salt=w["salt"],
+        grammar=grammar,
+        grammar_trigger_ids=trigger_ids,
     )
 
 
@@ -184,6 +194,7 @@ def random_life(seed: int, num_actions: int) -> None:
             "prompt_logprobs": rng.choice([None, None, 0]),
             "priority": rng.randrange(3),
             "salt": None,
+            "grammar": rng.choice([None, None, *GRAMMARS]),
         }
         action = rng.choices(["add", "fork", "family", "abort", "step"], [8, 3, 2, 3, 16])[0]
         argument: object = {

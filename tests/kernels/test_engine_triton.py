@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from pageserve.llm import LLM
 from pageserve.sampling_params import SamplingParams
@@ -15,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
-def run(path, prompts, params, n=1, **options):
+def run(path, prompts, params, n=1, grammars=None, **options):
     options = {
         "max_model_len": 64,
         "num_kv_blocks": 64,
@@ -25,7 +26,7 @@ def run(path, prompts, params, n=1, **options):
         **options,
     }
     llm = LLM(model=str(path), dtype="float32", **options)
-    done = llm.generate(prompts, params, n)
+    done = llm.generate(prompts, params, n, grammars)
     llm.engine.scheduler.check_integrity()
     return [c.token_ids for c in done]
 
@@ -143,3 +144,23 @@ def test_choices_and_scored_prompts_equal_the_torch_path(tiny_checkpoint, depth)
             assert (a.token_id, a.top_token_ids, a.rank) == (b.token_id, b.top_token_ids, b.rank)
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
             assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=1e-3)
+
+
+def test_rows_under_a_grammar_beside_others(tiny_checkpoint):
+    """Masks come along with the graphs, or meet the sampler where a row wants that; the other
+    rows of the step get the tokens they get alone."""
+    path, prompts = tiny_checkpoint("llama", head_dim=16), some_prompts()
+    common = {"max_tokens": 4, "ignore_eos": True}
+    greedy = [SamplingParams(temperature=0, **common)] * 5
+    drawing = [SamplingParams(temperature=1.5, seed=i, **common) for i in range(5)]
+    special = [*drawing[:4], SamplingParams(temperature=0, logprobs=2, **common)]
+    number, words = (LLMatcher.grammar_from_regex(r) for r in ("[0-9]+", "[a-z ]+"))
+    grammars = [number, None, words, None, words]
+    for params in (greedy, drawing, special):
+        cpu = {"device": "cpu", "attention_backend": "torch_blockwise"}
+        free = run(path, prompts, params, **cpu)
+        expected = run(path, prompts, params, grammars=grammars, **cpu)
+        options = {"attention_backend": "triton", "max_steps_in_flight": 2}
+        tokens = run(path, prompts, params, grammars=grammars, **options)
+        assert tokens == expected
+        assert [tokens[i] == free[i] for i in range(5)] == [False, True, False, True, False]

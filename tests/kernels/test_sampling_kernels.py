@@ -4,7 +4,7 @@ import pytest
 import reference
 import torch
 
-from pageserve.kernels.sampling import greedy_sample, sample, token_logprobs
+from pageserve.kernels.sampling import apply_bitmasks, greedy_sample, sample, token_logprobs
 
 NAN, INF = float("nan"), float("inf")
 
@@ -144,3 +144,22 @@ def test_token_logprobs(dtype, device):
     assert abs(out[0] - expected[0, 4999].cpu()) < 1e-5
     assert abs(out[1] - expected[1, 2].cpu()) < 1e-5
     assert out[2].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 1000, 9001])
+def test_bitmasks(dtype, vocab, device):
+    """Rows with a mask lose what its bits leave out, rows without one nothing; NaN stays."""
+    logits = draw_logits(4, vocab + 3, dtype, device)[:, :vocab]  # rows are not contiguous
+    logits[2, 1] = NAN
+    generator = torch.Generator().manual_seed(vocab)
+    allowed = torch.rand(2, -(-vocab // 32) * 32, generator=generator) < 0.4
+    allowed[:, 1] = False
+    words = (allowed.view(2, -1, 32).long() << torch.arange(32)).sum(-1)
+    expected = logits.clone()
+    expected[1] += torch.where(allowed[1, :vocab], 0.0, -INF).to(device)
+    expected[2] += torch.where(allowed[0, :vocab], 0.0, -INF).to(device)
+    index = torch.tensor([-1, 1, 0, -1], dtype=torch.int32, device=device)
+    apply_bitmasks(logits, index, words.int().to(device))
+    assert torch.equal(logits.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert logits[2, 1].isnan()

@@ -1,6 +1,8 @@
 """The sampling pipeline: every step by hand or against a sort, the draw bit by bit."""
 
+import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -27,11 +29,22 @@ GREEDY = {"temperature": 0.0}
 
 
 def row(
-    *, prompt: list[int] = (), output: list[int] = (), seed: int = 0, **params: Any
+    *,
+    prompt: list[int] = (),
+    output: list[int] = (),
+    seed: int = 0,
+    grammar: Iterable[int] | None = None,
+    **params: Any,
 ) -> tuple[RowSampling, list[int]]:
-    """A row and its tokens; the slot is filled in by :func:`sample`."""
+    """A row and its tokens; the slot is filled in by :func:`sample`. ``grammar`` are the ids that
+    a grammar allows."""
     tokens = [*prompt, *output]
-    return RowSampling(SamplingParams(**params), seed, 0, len(prompt), len(tokens)), tokens
+    mask = None if grammar is None else bitmask(grammar)
+    return RowSampling(SamplingParams(**params), seed, 0, len(prompt), len(tokens), mask), tokens
+
+
+def bitmask(token_ids: Iterable[int], vocab: int = 20) -> bytes:
+    return sum(1 << i for i in set(token_ids)).to_bytes(-(-vocab // 32) * 4, "little")
 
 
 def sample(
@@ -47,7 +60,7 @@ def sample(
     for i, (r, tokens) in enumerate(rows):
         slot = len(rows) - i
         table[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        placed.append(RowSampling(r.params, r.seed, slot, r.num_prompt_tokens, r.num_tokens))
+        placed.append(dataclasses.replace(r, slot=slot))
     limit = logits.shape[1] if vocab_limit is None else vocab_limit
     metadata = build_sampling_metadata(placed, table, limit, eos_token_ids, torch.device("cpu"))
     output = Sampler()(logits.clone(), metadata)
@@ -569,3 +582,67 @@ def test_neutral_parameters_take_the_unfiltered_path():
     assert metadata.draws.max_top_k == 0
     assert metadata.draws.seeds.tolist() == [-1]
     assert metadata.draws.output_positions.tolist() == [2]
+
+
+# --- grammars ------------------------------------------------------------------------------------
+
+
+def test_a_grammar_leaves_only_its_tokens():
+    logits = [float(i) for i in range(VOCAB)]
+    seen = changed_logits(logits, row(grammar=[3, 17, 19], **GREEDY))
+    assert seen == [x if i in (3, 17, 19) else -INF for i, x in enumerate(logits)]
+
+
+def test_a_grammar_before_all_other_changes():
+    """What a grammar forbids no bias brings back; bans within it may leave nothing."""
+    logits = [0.0] * VOCAB
+    seen = changed_logits(
+        logits,
+        row(
+            grammar=[3, 17],
+            allowed_token_ids=[2, 3, 17],
+            logit_bias={2: 100.0, 17: 5.0},
+            bad_words_token_ids=[[3]],
+            **GREEDY,
+        ),
+    )
+    assert seen == [5.0 if i == 17 else -INF for i in range(VOCAB)]
+    everything = row(grammar=[3], bad_words_token_ids=[[3]], **GREEDY)
+    nothing = row(grammar=[], temperature=2.0)
+    free = row(**GREEDY)
+    batch = torch.tensor([[0.0] * VOCAB] * 3)
+    assert sample(batch, [everything, nothing, free]).token_ids.tolist() == [-1, -1, 0]
+
+
+def test_min_tokens_under_a_grammar():
+    logits = torch.tensor([[0.0] * VOCAB] * 2)
+    rows = [row(grammar=[0, 9], min_tokens=n, temperature=0.0) for n in (0, 1)]
+    assert sample(logits, rows, eos_token_ids=(0,)).token_ids.tolist() == [0, 9]
+
+
+def test_a_mask_hides_no_nan_and_no_logprobs():
+    logits = torch.tensor([[0.0] * VOCAB] * 2)
+    logits[0, 5] = NAN
+    logits[1, 5] = 3.0
+    rows = [row(grammar=[7], **GREEDY), row(grammar=[7], logprobs=1, **GREEDY)]
+    output = sample(logits, rows)
+    assert output.token_ids.tolist() == [-1, 7]
+    assert output.top_token_ids[1].tolist() == [5], "log probabilities are of the raw logits"
+    assert output.logprobs[1] < output.top_logprobs[1, 0]
+
+
+@pytest.mark.parametrize("vocab", [33, 1000, 4097])
+def test_masks_of_many_words_and_rows_without_one(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=generator)
+    allowed = torch.rand(6, vocab, generator=generator) < 0.1
+    rows = []
+    for i in range(6):
+        ids = allowed[i].nonzero()[:, 0].tolist()
+        r, tokens = row(seed=i, temperature=1.0)
+        masked = dataclasses.replace(r, bitmask=bitmask(ids, vocab) if i % 2 else None)
+        rows.append((masked, tokens))
+    tokens = sample(logits, rows).token_ids.tolist()
+    alone = [sample(logits[i : i + 1], [rows[i]]).token_ids.item() for i in range(6)]
+    assert tokens == alone
+    assert all(allowed[i, tokens[i]] for i in (1, 3, 5))

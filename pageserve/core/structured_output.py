@@ -1,0 +1,300 @@
+"""Grammars of live requests: compiled, advanced and turned into masks beside the engine's loop.
+
+    add ─► compiling ─► bitmask known ─► row runs ─► token ─► bitmask being computed ─┐
+                             ▲───────────────────────────────────────────────────────┘
+
+Threads do what takes time and needs no lock: llguidance lets others run while it compiles a grammar
+and while it computes which tokens may follow. All state belongs to the loop, which hands work out
+and takes results in. With trigger ids a grammar is dormant until one of them is sampled, in force
+from the next token on, and dormant again after its end.
+"""
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from llguidance import LLMatcher
+
+CACHE_SIZE = 256  # compiled grammars kept
+COMPILE_THREADS = 1
+MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+class Outlook(NamedTuple):
+    """What may come next. ``bitmask`` has a bit per token, little-endian; None: nothing may, since
+    the grammar has ended or met an ``error``. ``without_end`` is the same with no EOS in it."""
+
+    bitmask: bytes | None
+    without_end: bytes | None = None
+    error: str | None = None
+
+
+class CompiledGrammar:
+    """A grammar that all requests with the same text start from."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matcher: LLMatcher | None = None  # never advanced, only copied
+        self.first: Outlook | None = None  # None while it is being compiled
+        self.seconds = 0.0
+        self.waiting: list[Grammar] = []
+
+
+class Grammar:
+    """The grammar of one request. Where it is ``active`` the next token needs its ``bitmask``."""
+
+    __slots__ = (
+        "active",
+        "bitmask",
+        "compiled",
+        "error",
+        "ignore_eos",
+        "matcher",
+        "num_stale",
+        "request_id",
+        "trigger_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        compiled: CompiledGrammar,
+        trigger_ids: Iterable[int],
+        ignore_eos: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.compiled = compiled
+        self.trigger_ids = frozenset(trigger_ids)
+        self.ignore_eos = ignore_eos
+        self.active = not self.trigger_ids
+        self.bitmask: bytes | None = None  # None: still being computed
+        self.matcher: LLMatcher | None = None  # copied when the first token is to be consumed
+        self.num_stale = 0  # tokens in flight that were sampled before the grammar was in force
+        self.error: str | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next token cannot be sampled yet for want of a bitmask."""
+        return self.active and self.bitmask is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow any more."""
+        return not self.active and not self.trigger_ids
+
+    def holds_back(self, num_in_flight: int) -> bool:
+        """Whether no row may be planned now: the mask depends on every token before."""
+        return self.active and (self.bitmask is None or num_in_flight > 0)
+
+    def start(self, num_in_flight: int = 0) -> None:
+        """Be in force from the next token on; those in flight were sampled without a mask."""
+        self.active = True
+        if self.compiled.first is not None:
+            self.look(self.compiled.first)
+        if self.active:
+            self.num_stale = num_in_flight
+
+    def look(self, outlook: Outlook) -> None:
+        """Take in what may come next."""
+        self.bitmask = outlook.without_end if self.ignore_eos else outlook.bitmask
+        self.error = outlook.error
+        if self.bitmask is None:
+            self.active = False
+            self.matcher = None
+
+
+class StructuredOutputManager:
+    """Compiles grammars and keeps the masks of all requests that have one."""
+
+    def __init__(
+        self,
+        compile: Callable[[str], LLMatcher],
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        """``compile`` runs in a thread; what it raises ends the requests that wait for it. Masks
+        have ``vocab_size`` bits, rounded up to whole 32-bit words."""
+        self.num_cache_hits = 0
+        self.num_compiled = 0
+        self.num_compiling = 0  # under way, as are
+        self.num_masks = 0
+        self.compile_seconds = 0.0
+        self._compile = compile
+        self._mask_size = -(-vocab_size // 32) * 4
+        self._end_bits = sum(1 << i for i in set(eos_token_ids) if i < vocab_size)
+        self._vocab_bits = (1 << vocab_size) - 1
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compile_jobs = _Threads("compile", COMPILE_THREADS)
+        self._mask_jobs = _Threads("mask", MASK_THREADS)
+        self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
+
+    def add(
+        self, request_id: str, text: str, trigger_ids: Iterable[int], ignore_eos: bool
+    ) -> Grammar:
+        """Return the state of a new request's grammar, which may still have to be compiled."""
+        compiled = self._cache.get(text)
+        if compiled is None:
+            compiled = self._cache[text] = CompiledGrammar(text)
+            self.num_compiling += 1
+            self._compile_jobs.put(lambda: self._run_compile(compiled), self._results)
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        else:
+            self.num_cache_hits += 1
+            self._cache.move_to_end(text)
+        grammar = Grammar(request_id, compiled, trigger_ids, ignore_eos)
+        if compiled.first is None:
+            compiled.waiting.append(grammar)
+        elif grammar.active:
+            grammar.start()
+        return grammar
+
+    def accept(self, grammar: Grammar, token_id: int, num_in_flight: int) -> None:
+        """Let a grammar know the request's newest token, behind which ``num_in_flight`` more are
+        under way (none if the grammar is in force)."""
+        if grammar.active:
+            grammar.bitmask = None
+            self.num_masks += 1
+            self._mask_jobs.put(lambda: self._run_advance(grammar, token_id), self._results)
+        elif token_id in grammar.trigger_ids:
+            grammar.start(num_in_flight)
+
+    def ends_with(self, grammar: Grammar, token_id: int) -> bool:
+        """Whether a request's very last token completes its grammar; without a thread."""
+        return (
+            grammar.active
+            and not grammar.trigger_ids
+            and self._advance(grammar, token_id) == Outlook(None)
+        )
+
+    def take(self, timeout: float = 0.0) -> list[Grammar]:
+        """Take in the results that are there; return the grammars they belong to.
+
+        Waits up to ``timeout`` seconds for masks under way, or for the first result if only
+        compilations are."""
+        changed: list[Grammar] = []
+        end = time.monotonic() + timeout if timeout else 0.0
+        while self.num_masks or self.num_compiling:
+            left = end - time.monotonic() if timeout and (self.num_masks or not changed) else 0.0
+            try:
+                result = self._results.get(left > 0, max(left, 0.0))
+            except queue.Empty:
+                break
+            changed += result()
+        return changed
+
+    # --- in a thread ------------------------------------------------------------------------------
+
+    def _run_compile(self, compiled: CompiledGrammar) -> "_Result":
+        start = time.monotonic()
+        matcher: LLMatcher | None = None
+        try:
+            matcher = self._compile(compiled.text)
+            first = self._outlook(matcher.deep_copy())
+        except BaseException as error:  # also a panic, which is no Exception: it ends the
+            # requests that use the grammar, never the thread or the engine
+            first = Outlook(None, error=_first_line(str(error)) or type(error).__name__)
+        seconds = time.monotonic() - start
+        return lambda: self._compiled(compiled, matcher, first, seconds)
+
+    def _run_advance(self, grammar: Grammar, token_id: int) -> "_Result":
+        outlook = self._advance(grammar, token_id)
+        return lambda: self._advanced(grammar, outlook)
+
+    def _advance(self, grammar: Grammar, token_id: int) -> Outlook:
+        try:
+            if grammar.matcher is None:
+                assert grammar.compiled.matcher is not None, "a token before the first mask"
+                grammar.matcher = grammar.compiled.matcher.deep_copy()
+            grammar.matcher.consume_token(token_id)
+            return self._outlook(grammar.matcher)
+        except BaseException as error:
+            return Outlook(None, error=_first_line(str(error)) or type(error).__name__)
+
+    def _outlook(self, matcher: LLMatcher) -> Outlook:
+        """Compute what may follow; an end that nothing but EOS may follow is an end."""
+        if not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+            bits = int.from_bytes(mask, "little") & self._vocab_bits
+            if not matcher.is_accepting():
+                if not matcher.is_error():
+                    bitmask = bits.to_bytes(self._mask_size, "little")
+                    return Outlook(bitmask, bitmask)
+            elif others := bits & ~self._end_bits:
+                return Outlook(
+                    (bits | self._end_bits).to_bytes(self._mask_size, "little"),
+                    others.to_bytes(self._mask_size, "little"),
+                )
+        return Outlook(None, error=_first_line(matcher.get_error()))
+
+    # --- in the loop ------------------------------------------------------------------------------
+
+    def _compiled(
+        self, compiled: CompiledGrammar, matcher: LLMatcher | None, first: Outlook, seconds: float
+    ) -> list[Grammar]:
+        compiled.matcher, compiled.first = matcher, first
+        self.num_compiling -= 1
+        self.num_compiled += 1
+        self.compile_seconds += seconds
+        grammars, compiled.waiting = compiled.waiting, []
+        for grammar in grammars:
+            if first.error is not None:
+                grammar.error = first.error
+            elif grammar.active:
+                grammar.look(first)
+        if first.bitmask is None and self._cache.get(compiled.text) is compiled:
+            del self._cache[compiled.text]  # nothing to start from, and an error may pass
+        return grammars
+
+    def _advanced(self, grammar: Grammar, outlook: Outlook) -> list[Grammar]:
+        self.num_masks -= 1
+        grammar.look(outlook)
+        return [grammar]
+
+
+_Result = Callable[[], list[Grammar]]
+_Job = Callable[[], _Result]
+_Queue = queue.SimpleQueue[tuple[_Job, "queue.SimpleQueue[_Result]"] | None]
+
+
+class _Threads:
+    """A few daemon threads that run jobs in order, started with the first one. (An executor's
+    futures cost more than a mask, and it waits for its threads when the process ends.)"""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name = name
+        self._count = count
+        self._jobs: _Queue = queue.SimpleQueue()
+        self._started = False
+
+    def put(self, job: _Job, results: "queue.SimpleQueue[_Result]") -> None:
+        """Run ``job`` soon and put what it returns into ``results``."""
+        if not self._started:
+            self._started = True
+            for i in range(self._count):
+                threading.Thread(
+                    target=_work, args=(self._jobs,), name=f"{self._name}-{i}", daemon=True
+                ).start()
+            weakref.finalize(self, _stop, self._jobs, self._count)
+        self._jobs.put((job, results))
+
+
+def _first_line(text: str) -> str | None:
+    return text.strip().partition("\n")[0] or None
+
+
+def _work(jobs: _Queue) -> None:
+    while (entry := jobs.get()) is not None:
+        job, results = entry
+        results.put(job())
+        del entry, job, results  # an idle thread keeps nothing alive
+
+
+def _stop(jobs: _Queue, count: int) -> None:
+    for _ in range(count):
+        jobs.put(None)
