@@ -205,6 +205,56 @@ def _load(name: str) -> dict[str, Any]:
     return json.loads(_path(name).read_text())
 
 
+def http_load(result: dict[str, Any]) -> str:
+    """Latencies and goodput under rising load."""
+    runs, server = result["runs"], result["server"]
+    slo = " and ".join(f"{k.upper()} {v:g} ms" for k, v in runs[0]["goodput"]["slo_ms"].items())
+    out = [
+        f"**Under load over HTTP**: {server['model']} on {_host(result)}, {runs[0]['requests']} "
+        f"requests a row, {_picture('cpu_http_load')}. `{result['machine']['command']}`. Goodput "
+        f"counts requests within {slo}; the client shares the cores, and TTFT counts from when a "
+        "request was due.",
+        "",
+        "| load | done | shed / failed | output tokens/s | goodput /s | within limits "
+        "| TTFT p50 / p99 ms | TPOT p50 / p99 ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in runs:
+        load = r["load"]
+        name = f"{load['rate']}/s" if "rate" in load else f"{load['concurrency']} users"
+        cells = [
+            name,
+            f"{r['completed']} of {r['requests']}",
+            f"{r['shed']} / {r['failed']}",
+            f"{r['output_tokens_per_s']:.1f}",
+            f"{r['goodput']['requests_per_s']:.2f}",
+            f"{100 * r['goodput']['share']:.0f} %",
+            *(f"{r[x]['p50']:.0f} / {r[x]['p99']:.0f}" for x in ("ttft_ms", "tpot_ms")),
+        ]
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*out, ""])
+
+
+def llama_cpp(result: dict[str, Any]) -> str:
+    """Beside llama.cpp's server on the CPU."""
+    out = [
+        f"**Beside llama.cpp on the CPU**: the same file ({result['model']}), prompts of token ids "
+        f"with a shared system message, answers of {result['budgets'][0]}-{result['budgets'][1]} "
+        f"tokens, both servers in one run, medians of {result['rounds']} rounds; {_host(result)}; "
+        f"llama.cpp {result['llama_cpp']}. llama.cpp computes on the 4-bit weights, pageserve in "
+        "float32. `python benchmarks/llama_cpp.py`",
+        "",
+        "| streams | server | tokens/s | TTFT p50 ms | TPOT p50 ms |",
+        "|---|---|---|---|---|",
+    ]
+    out += [
+        f"| {r['streams']} | {r['server']} | {r['output_tokens_per_s']:.1f} | {r['ttft_ms']:.0f} "
+        f"| {r['tpot_ms']:.1f} |"
+        for r in result["rows"]
+    ]
+    return "\n".join([*out, ""])
+
+
 def _path(name: str) -> Path:
     return RESULTS / f"{name}.json"
 
@@ -219,6 +269,8 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capacity": capacity,
     "fragmentation": fragmentation,
     "policies": policies,
+    "cpu_http_load": http_load,
+    "cpu_llama_cpp": llama_cpp,
 }
 
 

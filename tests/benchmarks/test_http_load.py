@@ -5,12 +5,9 @@ import json
 import math
 import random
 import statistics
-import sys
-import threading
-from pathlib import Path
 
 import pytest
-import uvicorn
+from fakes import ScriptedEngine, byte_tokenizer, scripted
 from load import cli
 from load.arrivals import arrival_times
 from load.client import Record, Target, events
@@ -18,12 +15,6 @@ from load.pool import deal
 from load.summary import meets, parse_slo, summarise
 from load.workloads import Prompt, Shape, parse_lengths, random_prompts, sharegpt_prompts
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fakes import ScriptedEngine, byte_tokenizer, scripted
-
-from pageserve.api.app import build_app
-from pageserve.api.context import ServingContext
 from pageserve.config import ServerArgs
 
 
@@ -259,21 +250,10 @@ def test_bodies():
 
 
 @pytest.fixture
-def server():
-    """A real HTTP server over a scripted engine; yields its URL and the engine."""
-    tokenizer = byte_tokenizer()
-    engine = ScriptedEngine(tokenizer, scripted("a" * 2000), step_delay=0.001)
-    args = ServerArgs(api_key=("secret",))
-    app = build_app(ServingContext(engine, args, ("tiny",), tokenizer=tokenizer))
-    http = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
-    thread = threading.Thread(target=http.run)
-    thread.start()
-    while not http.started:
-        threading.Event().wait(0.01)
-    port = http.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}", engine
-    http.should_exit = True
-    thread.join()
+def server(serve):
+    """The URL of a server that wants a key, and its engine."""
+    engine = ScriptedEngine(byte_tokenizer(), scripted("a" * 2000), step_delay=0.001)
+    return serve(engine, ServerArgs(api_key=("secret",))), engine
 
 
 def test_a_run_against_a_server(server, tmp_path, capsys):
