@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from pageserve.messages import (  # noqa: E402
     LoadProgress,
     RequestOutput,
     SchedulerStats,
+    StepStats,
 )
 
 PATH = "/v1/chat/completions"
@@ -51,7 +52,9 @@ class Metronome:
             "cuda", "triton", "fp_0123456789",
         )  # fmt: skip
         self.progress = LoadProgress("ready")
+        self.startup_seconds: dict[str, float] = {}
         self.stats = SchedulerStats()
+        self.on_step: Callable[[StepStats], None] = lambda step: None
         self.dead: str | None = None
         self.busy_since: float | None = None
         self.start_at = 1  # streams to wait for before the first step
@@ -79,6 +82,7 @@ class Metronome:
             await asyncio.sleep(0)
             step += 1
             self.stats = SchedulerStats(steps_total=step, num_scheduled_tokens=len(self._streams))
+            self.on_step(StepStats(len(self._streams)))
             now = time.monotonic()
             for request_id, stream in list(self._streams.items()):
                 self._left[request_id] -= 1

@@ -19,6 +19,7 @@ from pageserve.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 PROMPT_TOO_LONG = "prompt_too_long:"  # how the error of a prompt that can never run begins
+INVALID_LOGITS = "internal_error: the model produced invalid logits"
 
 
 # --- client → engine ------------------------------------------------------------------------------
@@ -129,11 +130,23 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     grammar_cache_hits_total: int = 0
 
 
+class StepStats(msgspec.Struct, array_like=True, gc=False):
+    """What one step was and where its time went, in seconds."""
+
+    num_scheduled_tokens: int = 0
+    replayed_tokens: int = 0  # size of its CUDA graph, 0 if it used none
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0  # for the device
+    update_seconds: float = 0.0
+
+
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, gc=False):
-    """One message a step for all requests."""
+    """One message a step for all requests; ``step`` is None if nothing ran."""
 
     outputs: list[RequestOutput]
     stats: SchedulerStats
+    step: StepStats | None = None
 
 
 class RequestProgress(msgspec.Struct, array_like=True, gc=False):

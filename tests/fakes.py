@@ -16,6 +16,7 @@ from pageserve.messages import (
     RequestOutput,
     RequestProgress,
     SchedulerStats,
+    StepStats,
     TokenLogprobs,
 )
 from pageserve.tokenizer import Tokenizer
@@ -92,10 +93,13 @@ class ScriptedEngine:
             device="cpu",
             attention_backend="torch_blockwise",
             fingerprint="fp_0123456789",
+            memory_bytes={"weights": 1000, "kv_cache": 2000},
         )
         self.ready: EngineReady | None = self.facts if loaded else None
         self.progress = LoadProgress("reading weights", 1, 4)
+        self.startup_seconds = {"starting": 0.25}
         self.stats = SchedulerStats()
+        self.on_step: Callable[[StepStats], None] = lambda step: None
         self.dead: str | None = None
         self.busy_since: float | None = None
         self.tokens_per_step = tokens_per_step
@@ -203,6 +207,7 @@ class ScriptedEngine:
             prefix_cache_hits_total=old.prefix_cache_hits_total + self.num_cached * len(fresh),
             steps_total=old.steps_total + 1,
         )
+        self.on_step(StepStats(self.stats.num_scheduled_tokens, 8, 0.001, 0.002, 0.003, 0.004))
         for run, output in outputs:
             run.put(output)
 

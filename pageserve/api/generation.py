@@ -19,7 +19,7 @@ from pageserve.api.keys import ApiKey
 from pageserve.api.metrics import SequenceTimes
 from pageserve.engine.client import EngineDeadError, generate
 from pageserve.engine.output_processor import TextOutput
-from pageserve.messages import PROMPT_TOO_LONG, AddRequest
+from pageserve.messages import INVALID_LOGITS, PROMPT_TOO_LONG, AddRequest
 
 logger = logging.getLogger("pageserve.api")
 
@@ -198,6 +198,8 @@ class Generation:
                 if output.finish_reason is not None:
                     self._finish(index, output.finish_reason)
                     if output.finish_reason in ("error", "abort"):
+                        if output.error == INVALID_LOGITS:
+                            self._metrics.corrupted.inc()
                         raise self._failure or _failure(output)
                 yield index, output
         except EngineDeadError:
@@ -236,7 +238,6 @@ class Generation:
         now = time.monotonic()
         times = sequence.times
         metrics = self._metrics
-        metrics.observe_step()
         metrics.generation_tokens += output.num_output_tokens - sequence.num_output
         sequence.num_output = output.num_output_tokens
         # The abort that the client makes itself knows nothing of them.

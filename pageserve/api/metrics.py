@@ -7,7 +7,8 @@ request: the model is the first served name, unknown paths share one handler.
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
@@ -21,8 +22,10 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from pageserve.api.http_metrics import HttpMetrics
 from pageserve.config import EngineConfig
 from pageserve.engine.client import EngineClient
+from pageserve.messages import StepStats
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -43,6 +46,7 @@ LATENCY_BUCKETS = (
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
+PHASES = ("schedule", "launch", "wait", "update")
 STREAM_ERRORS = (
     "internal_error", "engine_dead", "server_draining", "deadline_exceeded", "request_cancelled",
     "context_length_exceeded",
@@ -120,10 +124,14 @@ class Metrics:
         self._iterations = HotHistogram(ITERATION_BUCKETS)
         self._client = client
         self._engine_config = engine_config
-        self._last_stats = client.stats
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self._num_steps = 0
+        self._graph_replays: dict[int, int] = {}  # by size
+        client.on_step = self.count_step
         self._make_histograms(engine_config.model.max_model_len or DEFAULT_CONTEXT)
         self._make_counters()
         self._make_key_counters(key_names)
+        self.http = HttpMetrics(self.registry)
         self.registry.register(_ScrapeCollector(self))
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -169,11 +177,11 @@ class Metrics:
             "vllm:admission_rejections", "requests refused by a limit", ("model_name", "reason")
         )
         self._rejections = {"queue_full": rejections.labels(self.labels[0], "queue_full")}
-        self.http_requests = make(
-            "http_requests", "answers by route and status class", ("handler", "method", "status")
-        )
         self.disconnects = make(
             "pageserve:client_disconnects", "clients that left early", LABELS
+        ).labels(*self.labels)
+        self.corrupted = make(
+            "pageserve:corrupted_requests", "requests whose logits were no numbers", LABELS
         ).labels(*self.labels)
         self.deadlines = make(
             "pageserve:deadline_exceeded", "requests that were not done in time", LABELS
@@ -213,13 +221,17 @@ class Metrics:
         prompt.inc(num_prompt)
         output.inc(num_output)
 
-    def observe_step(self) -> None:
-        """Notice a new engine step, if there was one since the last call."""
-        stats = self._client.stats
-        if stats is not self._last_stats:
-            if stats.steps_total != self._last_stats.steps_total:
-                self._iterations.observe(stats.num_scheduled_tokens)
-            self._last_stats = stats
+    def count_step(self, step: StepStats) -> None:
+        """Count an engine step."""
+        self._num_steps += 1
+        self._iterations.observe(step.num_scheduled_tokens)
+        seconds = self._phase_seconds
+        seconds["schedule"] += step.schedule_seconds
+        seconds["launch"] += step.launch_seconds
+        seconds["wait"] += step.wait_seconds
+        seconds["update"] += step.update_seconds
+        if size := step.replayed_tokens:
+            self._graph_replays[size] = self._graph_replays.get(size, 0) + 1
 
     def first_token(self, times: SequenceTimes, num_prompt: int, num_cached: int) -> None:
         """Count a prompt whose prefill is complete."""
@@ -272,7 +284,6 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return (body, content type), OpenMetrics if ``accept`` asks for it."""
         encode, content_type = choose_encoder(accept)
-        self.observe_step()
         return encode(self.registry), content_type
 
     def collect(self) -> Iterable[Metric]:
@@ -308,10 +319,60 @@ class Metrics:
             self.labels, stats.grammars_compiled_total, stats.grammar_compile_seconds_total
         )
         yield compiled
+        yield from self._by_label()
         for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
             yield self.gaps.family(f"vllm:{name}", "gap between two outputs", self.labels)
         yield self._iterations.family("vllm:iteration_tokens_total", "tokens a step", self.labels)
         yield self._cache_config()
+
+    def _by_label(self) -> Iterable[Metric]:
+        """Yield the families that have a label of their own."""
+        waiting = {"capacity": self._client.stats.num_waiting, "deferred": 0}
+        yield self._labelled(
+            GaugeMetricFamily, "vllm:num_requests_waiting_by_reason", "queued, by why", "reason",
+            waiting,
+        )  # fmt: skip
+        sources = {
+            "local_compute": self.prompt_tokens - self.cached_tokens,
+            "local_cache_hit": self.cached_tokens,
+            "external_kv_transfer": 0,
+        }
+        yield self._labelled(
+            CounterMetricFamily, "vllm:prompt_tokens_by_source", "prompt tokens by where their "
+            "KV came from", "source", sources,
+        )  # fmt: skip
+        yield self._labelled(
+            CounterMetricFamily, "pageserve:cudagraph_replays", "steps that replayed a CUDA graph "
+            "of this many tokens", "size", self._graph_replays,
+        )  # fmt: skip
+        ready = self._client.ready
+        yield self._labelled(
+            GaugeMetricFamily, "pageserve:gpu_memory_bytes", "memory of the device (the host's, "
+            "where that is the device)", "kind", ready.memory_bytes if ready else {},
+        )  # fmt: skip
+        yield self._labelled(
+            GaugeMetricFamily, "pageserve:startup_seconds", "time to get ready", "phase",
+            self._client.startup_seconds,
+        )  # fmt: skip
+        steps = SummaryMetricFamily(
+            "pageserve:step_seconds", "time of engine steps by phase", labels=(*LABELS, "phase")
+        )
+        for phase, seconds in self._phase_seconds.items():
+            steps.add_metric((*self.labels, phase), self._num_steps, seconds)
+        yield steps
+
+    def _labelled(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        help: str,
+        label: str,
+        values: Mapping[Any, float],
+    ) -> Metric:
+        family = kind(name, help, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self.labels, str(key)), value)
+        return family
 
     def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=LABELS)

@@ -5,6 +5,7 @@ import binascii
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from starlette.routing import BaseRoute, Match
@@ -40,12 +41,14 @@ class RequestFrame:
         inner["server_send"] = send
         if self.context.config.root_path:
             inner["root_path"] = self.context.config.root_path
-        status = 0
+        status = size = 0
+        started = time.monotonic()
 
         async def framed(message: Message) -> None:
-            nonlocal status
+            nonlocal status, size
             if message["type"] == "http.response.start":
                 status = message["status"]
+                size = _length(message.get("headers", ()))
                 message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
             elif method == "HEAD":
                 message = {"type": "http.response.body", "body": b""}
@@ -63,11 +66,14 @@ class RequestFrame:
         finally:
             # Route patterns only: what the client wrote never becomes a label.
             route = inner.get("route")
-            self.context.metrics.http_requests.labels(
+            self.context.metrics.http.count(
                 getattr(route, "path", "none"),
                 method if method in METHODS else "OTHER",
-                f"{status // 100}xx",
-            ).inc()
+                status,
+                time.monotonic() - started,
+                _length(scope["headers"]),
+                size,
+            )
             if "api_key" in inner:
                 self.context.metrics.count_key_request(inner["api_key"].name, status)
 
@@ -166,6 +172,14 @@ def _password(credential: bytes) -> Iterator[bytes]:
 def _route_path(scope: Scope) -> str:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Return the content length that headers declare; a stream declares none and counts as 0."""
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value) if value.isdigit() and len(value) < 19 else 0
+    return 0
 
 
 def _request_id(values: Iterable[bytes]) -> str:

@@ -18,6 +18,7 @@ from pageserve.core.policy import POLICIES
 from pageserve.core.request import CORRUPTED_TOKEN, Request, RequestStatus
 from pageserve.core.structured_output import Grammar, StructuredOutputManager
 from pageserve.messages import (
+    INVALID_LOGITS,
     PROMPT_TOO_LONG,
     AddRequest,
     ModelRunnerOutput,
@@ -138,7 +139,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_computed_tokens = 0  # over all requests with blocks
         self._step_id = 0
-        self._num_scheduled_tokens = 0  # of the last step
+        self.num_scheduled_tokens = 0  # of the last step
         self._total_scheduled_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -423,7 +424,7 @@ class Scheduler:
         num_scheduled = len(step.decode_rows)
         for row in step.chunk_rows:
             num_scheduled += row.num_scheduled_tokens
-        self._num_scheduled_tokens = num_scheduled
+        self.num_scheduled_tokens = num_scheduled
         self._total_scheduled_tokens += num_scheduled
         self._num_computed_tokens += num_scheduled
         self._step_id += 1
@@ -513,7 +514,7 @@ class Scheduler:
         if token_id == CORRUPTED_TOKEN:
             self.kv_cache_manager.forget(request)
             self._finish(request, RequestStatus.FINISHED_ERROR)
-            return request.output([], error="internal_error: the model produced invalid logits")
+            return request.output([], error=INVALID_LOGITS)
         if request.sampling_params.max_tokens == 0:  # only the prompt counts
             self._finish(request, RequestStatus.FINISHED_LENGTH)
             return request.output([])
@@ -591,7 +592,7 @@ class Scheduler:
             num_used_blocks=pool.num_blocks - pool.num_free_blocks,
             peak_used_blocks=pool.peak_used_blocks,
             used_slots=self.kv_cache_manager.used_slots(self._num_computed_tokens),
-            num_scheduled_tokens=self._num_scheduled_tokens,
+            num_scheduled_tokens=self.num_scheduled_tokens,
             prefix_cache_queries_total=self._prefix_cache_queries,
             prefix_cache_hits_total=self._prefix_cache_hits,
             preemptions_total=self._num_preemptions,

@@ -4,7 +4,7 @@
 engine process and tests bring a scripted one. :func:`generate` adds text to a stream.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol
 
 from pageserve.engine.output_processor import OutputProcessor, TextOutput
@@ -15,6 +15,7 @@ from pageserve.messages import (
     RequestOutput,
     RequestProgress,
     SchedulerStats,
+    StepStats,
 )
 from pageserve.tokenizer import Tokenizer
 
@@ -28,7 +29,9 @@ class EngineClient(Protocol):
 
     ready: EngineReady | None  # None while loading
     progress: LoadProgress
+    startup_seconds: dict[str, float]  # by phase, as far as they have ended
     stats: SchedulerStats
+    on_step: Callable[[StepStats], None]  # called after each step, with stats up to date
     dead: str | None  # why the engine is gone, None while it lives
 
     @property

@@ -8,6 +8,7 @@ Depth 1 is the synchronous engine and depth 2 the overlapped one; the code is th
 """
 
 import gc
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import IO
@@ -26,6 +27,7 @@ from pageserve.messages import (
     RequestProgress,
     SchedulerOutput,
     SchedulerStats,
+    StepStats,
 )
 from pageserve.tokenizer import Tokenizer
 from pageserve.worker.model_runner import StepHandle
@@ -89,7 +91,8 @@ class EngineCore:
         gc.collect()
         gc.freeze()  # a full collection must not walk the model and the libraries in mid-step
         self._depth = scheduler.max_steps_in_flight
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, StepStats]] = deque()
+        self.last_step: StepStats | None = None  # that :meth:`step` absorbed, if it did
 
     def add(self, request: AddRequest) -> list[RequestOutput]:
         """Queue a request; returns its final output if it can never run, else nothing."""
@@ -115,25 +118,40 @@ class EngineCore:
         while len(self._in_flight) < self._depth:
             if timeline is not None:
                 timeline.begin()
+            start = time.perf_counter()
             plan = self.scheduler.schedule()
             if plan is None:
                 break
+            planned = time.perf_counter()
             if timeline is not None:
                 timeline.planned(plan, self.scheduler.running, self.stats())
             handle = self.worker.execute(plan)
+            launched = time.perf_counter()
             if timeline is not None:
                 timeline.launched(plan, handle)
-            self._in_flight.append((plan, handle))
+            stats = StepStats(
+                self.scheduler.num_scheduled_tokens,
+                self.worker.replayed_tokens,
+                planned - start,
+                launched - planned,
+            )
+            self._in_flight.append((plan, handle, stats))
         if not self._in_flight:
+            self.last_step = None
             return released + self._released(self.scheduler.absorb_grammars(IDLE_TIMEOUT))
-        plan, handle = self._in_flight.popleft()
-        if timeline is None:
-            return released + self.scheduler.update(plan, handle.result())
-        timeline.begin()
+        plan, handle, self.last_step = self._in_flight.popleft()
+        if timeline is not None:
+            timeline.begin()
+        start = time.perf_counter()
         result = handle.result()
-        timeline.ran(plan)
+        ready = time.perf_counter()
+        if timeline is not None:
+            timeline.ran(plan)
         outputs = self.scheduler.update(plan, result)
-        timeline.absorbed(plan, outputs, self.stats())
+        self.last_step.wait_seconds = ready - start
+        self.last_step.update_seconds = time.perf_counter() - ready
+        if timeline is not None:
+            timeline.absorbed(plan, outputs, self.stats())
         return released + outputs
 
     def progress(self, request_ids: list[str] | None) -> list[RequestProgress]:

@@ -48,6 +48,7 @@ from pageserve.messages import (
     SchedulerStats,
     Shutdown,
     StepOutputs,
+    StepStats,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _loop(
         had_work = core.has_work()
         outputs += core.step()
         if outputs or had_work:
-            send(StepOutputs(outputs, core.stats()))
+            send(StepOutputs(outputs, core.stats(), core.last_step))
 
 
 def _one_line(error: Exception) -> str:
@@ -221,8 +222,11 @@ class ProcessClient:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ready: EngineReady | None = None
-        self.progress = LoadProgress("starting")
+        self.startup_seconds: dict[str, float] = {}
+        self._progress = LoadProgress("starting")
+        self._phase_began = time.monotonic()
         self.stats = SchedulerStats()
+        self.on_step: Callable[[StepStats], None] = lambda step: None
         self.dead: str | None = None
         self.stopped = asyncio.Event()  # set when the engine process is gone, however it went
         self._last_message = time.monotonic()
@@ -233,6 +237,23 @@ class ProcessClient:
         self._stopping = False
         self._process: multiprocessing.process.BaseProcess | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def progress(self) -> LoadProgress:
+        """How far start-up is; setting it books the time of the phase that ends."""
+        return self._progress
+
+    @progress.setter
+    def progress(self, progress: LoadProgress) -> None:
+        if progress.phase != self._progress.phase:
+            self._end_phase()
+        self._progress = progress
+
+    def _end_phase(self) -> None:
+        now, phase = time.monotonic(), self._progress.phase
+        seconds = now - self._phase_began
+        self.startup_seconds[phase] = self.startup_seconds.get(phase, 0.0) + seconds
+        self._phase_began = now
 
     @property
     def busy_since(self) -> float | None:
@@ -349,6 +370,8 @@ class ProcessClient:
             self._last_message = time.monotonic()
             if isinstance(message, StepOutputs):
                 self.stats = message.stats
+                if message.step is not None:
+                    self.on_step(message.step)
                 for output in message.outputs:
                     self._deliver(output)
             elif isinstance(message, Progress | PrefixCacheReset):
@@ -359,6 +382,7 @@ class ProcessClient:
                 self.progress = message
             elif isinstance(message, EngineReady):
                 self.ready = message
+                self._end_phase()
             elif isinstance(message, EngineLog):
                 logger.log(message.level, "%s", message.message)
             else:

@@ -117,6 +117,7 @@ class CUDAGraphRunner:
             _make_stage(max_num_seqs, vocab_limit, pin_memory=pinned) for _ in range(STAGES)
         ]
         self._turn = 0
+        self.replayed_tokens = 0  # size of the graph that the last step replayed, 0: it used none
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
         self._sampling = _SamplingTable(max_num_seqs, self.device)
@@ -198,6 +199,7 @@ class CUDAGraphRunner:
         too_large = key.num_tokens > self.token_sizes[-1]
         if graph is None and self._pool is not None and not too_large:
             graph = self._capture_between_steps(key)
+        self.replayed_tokens = 0 if graph is None else key.num_tokens
         if graph is None:
             self._run(key, self.backend.long_rows(step.rows) if too_large else ())
         else:

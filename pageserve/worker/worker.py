@@ -118,6 +118,11 @@ class Worker:
         """Launch a step."""
         return self.runner.execute(step)
 
+    @property
+    def replayed_tokens(self) -> int:
+        """Size of the CUDA graph that the last step replayed, 0 if it used none."""
+        return 0 if self.runner.graphs is None else self.runner.graphs.replayed_tokens
+
 
 def allocate_kv_cache(
     plan: MemoryPlan, model: ModelConfig, dtype: torch.dtype, device: str

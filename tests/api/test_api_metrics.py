@@ -1,13 +1,19 @@
 """/metrics: names, exact counts, and no label that a client can choose."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from api_harness import CHAT, CMPL
 from prometheus_client.parser import text_string_to_metric_families
 
-GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+GAUGES = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
+]  # fmt: skip
 COUNTERS = [
     "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total",
-    "generation_tokens_total", "num_preemptions_total",
+    "generation_tokens_total", "num_preemptions_total", "prompt_tokens_cached_total",
 ]  # fmt: skip
 HISTOGRAMS = [
     "time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds",
@@ -17,7 +23,6 @@ HISTOGRAMS = [
     "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
     "iteration_tokens_total",
 ]  # fmt: skip
-LABELS = '{engine="0",model_name="tiny"}'
 REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -25,6 +30,12 @@ def sample(metrics, name, **labels):
     pairs = {"engine": "0", "model_name": "tiny", **labels}
     inner = ",".join(f'{k}="{v}"' for k, v in sorted(pairs.items()))
     return metrics[f"vllm:{name}{{{inner}}}"]
+
+
+def own(metrics, name, **labels):
+    pairs = {"engine": "0", "model_name": "tiny", **labels}
+    inner = ",".join(f'{k}="{v}"' for k, v in sorted(pairs.items()))
+    return metrics[f"pageserve:{name}{{{inner}}}"]
 
 
 def test_every_name_is_there_at_zero(make_api):
@@ -35,12 +46,123 @@ def test_every_name_is_there_at_zero(make_api):
         assert sample(metrics, name + "_count") == sample(metrics, name + "_sum") == 0
         assert sample(metrics, name + "_bucket", le="+Inf") == 0
     for name in ("cache_hits_total", "compile_seconds_count", "compile_seconds_sum"):
-        assert metrics[f"pageserve:grammar_{name}{LABELS}"] == 0
+        assert own(metrics, "grammar_" + name) == 0
     for reason in REASONS:
         assert sample(metrics, "request_success_total", finished_reason=reason) == 0
     assert any(name.startswith("vllm:cache_config_info{") for name in metrics)
     assert any(name.startswith("process_") for name in metrics)
     assert any(name.startswith("python_gc_") for name in metrics)
+
+
+def test_labels_with_known_values_are_there_at_zero(make_api):
+    metrics = make_api(loaded=False).metrics()
+    for reason in ("capacity", "deferred"):
+        assert sample(metrics, "num_requests_waiting_by_reason", reason=reason) == 0
+    for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
+        assert sample(metrics, "prompt_tokens_by_source_total", source=source) == 0
+    assert metrics['vllm:admission_rejections_total{model_name="tiny",reason="queue_full"}'] == 0
+    for phase in ("schedule", "launch", "wait", "update"):
+        assert own(metrics, "step_seconds_count", phase=phase) == 0
+    for name in ("deadline_exceeded", "corrupted_requests", "client_disconnects"):
+        assert own(metrics, name + "_total") == 0
+    for code in ("internal_error", "engine_dead", "request_cancelled", "deadline_exceeded"):
+        assert own(metrics, "stream_errors_total", code=code) == 0
+
+
+def test_engine_facts_and_steps(make_api):
+    api = make_api(loaded=False)
+    assert own(api.metrics(), "startup_seconds", phase="starting") == 0.25
+    api = make_api(script=list(b"abc"))
+    api.chat()  # four steps; the scripted engine says 8 tokens of graph and 1 to 4 ms each
+    metrics = api.metrics()
+    assert own(metrics, "cudagraph_replays_total", size="8") == 4
+    for milliseconds, phase in enumerate(("schedule", "launch", "wait", "update"), 1):
+        assert own(metrics, "step_seconds_count", phase=phase) == 4
+        assert own(metrics, "step_seconds_sum", phase=phase) == pytest.approx(4e-3 * milliseconds)
+    assert own(metrics, "gpu_memory_bytes", kind="weights") == 1000
+
+
+def test_steps_are_counted_even_if_no_request_hears_of_them(make_api):
+    """Three prompt chunks without a token are three samples of tokens per step."""
+    from pageserve.messages import StepStats
+
+    api = make_api()
+    for num_tokens in (512, 512, 100):
+        api.engine.on_step(StepStats(num_tokens))
+    metrics = api.metrics()
+    assert sample(metrics, "iteration_tokens_total_count") == 3
+    assert sample(metrics, "iteration_tokens_total_sum") == 1124
+
+
+def test_http_itself(api):
+    api.chat()
+    api.chat(stream=True)
+    metrics = api.metrics()
+    route = f'{{handler="{CHAT}",method="POST"}}'
+    assert metrics["http_request_duration_seconds_count" + route] == 2
+    assert metrics["http_request_duration_highr_seconds_count"] == 2
+    sizes = [
+        metrics[f'http_{x}_size_bytes_sum{{handler="{CHAT}"}}'] for x in ("request", "response")
+    ]
+    assert all(size > 50 for size in sizes)
+
+
+def test_corrupted_requests(make_api):
+    from pageserve.messages import INVALID_LOGITS
+
+    api = make_api(fail_at=1, error=INVALID_LOGITS)
+    assert api.chat().status_code == 500
+    assert own(api.metrics(), "corrupted_requests_total") == 1
+
+
+# --- dashboards -----------------------------------------------------------------------------------
+
+# What the panels of vLLM's published dashboards ask for.
+SELECTOR = '{model_name="$model_name"}'
+RATES = [
+    "prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_sum",
+    "e2e_request_latency_seconds_count", "inter_token_latency_seconds_sum",
+    "inter_token_latency_seconds_count", "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
+    "request_max_num_generation_tokens_sum",
+]  # fmt: skip
+BUCKETS = [
+    "e2e_request_latency_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds",
+    "time_to_first_token_seconds", "request_prompt_tokens", "request_generation_tokens",
+]  # fmt: skip
+VLLM_QUERIES = [
+    *(f"rate(vllm:{name}{SELECTOR}[$__rate_interval])" for name in RATES),
+    *(f"sum by(le) (rate(vllm:{name}_bucket{SELECTOR}[$__rate_interval]))" for name in BUCKETS),
+    *(f"vllm:{name}{SELECTOR}" for name in GAUGES),
+    f"sum by(finished_reason) (increase(vllm:request_success_total{SELECTOR}[$__rate_interval]))",
+    'sum(rate(http_requests_total{status="5xx"}[5m])) / sum(rate(http_requests_total[5m]))',
+    "histogram_quantile(0.99, sum(rate(http_request_duration_highr_seconds_bucket[1m])) by (le))",
+]
+
+
+def own_queries():
+    path = Path(__file__).resolve().parents[2] / "scripts" / "grafana_dashboard.json"
+    dashboard = json.loads(path.read_text())
+    assert all(panel["targets"] for panel in dashboard["panels"])
+    return [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+
+
+@pytest.mark.parametrize("source", ["ours", "vLLM's"])
+def test_every_query_of_a_dashboard_finds_its_samples(api, source):
+    """Each selector matches a sample, labels that it names or groups by included."""
+    api.chat()
+    samples = set(api.metrics())
+    queries = own_queries() if source == "ours" else VLLM_QUERIES
+    assert len(queries) > 20
+    for query in queries:
+        selectors = re.findall(r"((?:vllm:|pageserve:|http_|process_)\w+)(\{[^}]*\})?", query)
+        assert selectors, query
+        grouped = {x.strip() for by in re.findall(r"by ?\(([^)]*)\)", query) for x in by.split(",")}
+        for name, labels in selectors:
+            wanted = set(re.findall(r"(\w+)=", labels)) | grouped
+            found = [s for s in samples if re.match(re.escape(name) + r"(\{|$)", s)]
+            assert found, (name, query)
+            assert any(wanted <= set(re.findall(r"(\w+)=", s)) for s in found), (wanted, query)
 
 
 def test_text_parses_and_openmetrics_is_served_when_asked_for(api):

@@ -283,7 +283,7 @@ def test_stop_while_loading_does_not_wait_for_the_load(monkeypatch):
 
 def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     class Busy:
-        ready, num_steps = None, 0
+        ready, num_steps, last_step = None, 0, None
 
         def __init__(self, *_: object) -> None:
             pass
@@ -298,6 +298,9 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
 
         def stats(self) -> SchedulerStats:
             return SchedulerStats()
+
+        def close(self) -> None:
+            pass
 
     class Silent:
         def poll(self, _: int) -> int:
