@@ -149,6 +149,10 @@ class ServerArgs(_Checked):
     sse_keepalive: float = _opt(15.0, "seconds of silence before an SSE comment (0: never)", min=0)
     drain_timeout: float = _opt(30.0, "seconds to finish running requests on SIGTERM", min=0)
     stall_timeout: float = _opt(60.0, "seconds without a step before /live fails", min=1)
+    tool_grammar: Literal["on", "off"] = _opt("on", "hold calls begun freely to their schemas?")
+    reasoning_field: Literal["reasoning_content", "reasoning", "none"] = _opt(
+        "reasoning_content", "key of <think> blocks (none: leave them)"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log verbosity")
 
 

@@ -51,6 +51,7 @@ class Tokenizer:
         self.bos_token_id: int | None = named.get("bos_token")
         self.eos_token_id: int | None = named.get("eos_token")
         added = backend.get_added_tokens_decoder()
+        self._added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(
             [i for i, token in added.items() if token.special]
             + [i for i in named.values() if i is not None]
@@ -106,6 +107,10 @@ class Tokenizer:
         data = self.token_bytes(token_id) or b""
         text = _utf8_or_none(data)
         return "".join(f"\\x{byte:02x}" for byte in data) if text is None else text
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the added token that ``text`` always becomes, None if there is none."""
+        return self._added_ids.get(text)
 
     def decode_tables(self, skip_special_tokens: bool) -> DecodeTables:
         """Return (texts, bytes) by id: the text is None where the bytes alone are not valid UTF-8;

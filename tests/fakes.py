@@ -31,14 +31,20 @@ TEMPLATE = (
 Script = Sequence[int] | Callable[[AddRequest], Sequence[int]]
 
 
-def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
-    """A token for each byte (ids 0 to 255), a few words after them, then three special tokens."""
+def byte_tokenizer(
+    chat_template: str | None = TEMPLATE, added: Sequence[str] = (), special: Sequence[str] = ()
+) -> Tokenizer:
+    """A token for each byte (ids 0 to 255), a few words after them, then three special tokens, then
+    those ``added``, of which the ``special`` ones are hidden from text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    backend.add_tokens(
+        [AddedToken(token, special=token in special, normalized=False) for token in added]
+    )
     templates = {} if chat_template is None else {"default": chat_template}
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, templates)
 

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.ext import Extension
@@ -102,7 +103,7 @@ def _render_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         result["role"] = "system"
     if result["role"] != "tool":
         result.pop("name", None)
-    result["content"] = _text(index, result.get("content", ""))
+    result["content"] = content_text(result.get("content", ""), index)
     if "reasoning" in result:
         result.setdefault("reasoning_content", result.pop("reasoning"))
     if "tool_calls" in result:
@@ -110,7 +111,9 @@ def _render_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _text(index: int, content: str | Sequence[Mapping[str, Any]]) -> str:
+def content_text(content: str | Sequence[Mapping[str, Any]], index: int = 0) -> str:
+    """Return the text of a message's content, its parts on lines of their own; raises
+    :class:`TemplateError` naming message ``index`` for a part that is no text."""
     if isinstance(content, str):
         return content
     for part_index, part in enumerate(content):
@@ -124,11 +127,11 @@ def _text(index: int, content: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _render_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    function["arguments"] = _parse_arguments(function.get("arguments", ""))
+    function["arguments"] = parse_arguments(function.get("arguments", ""))
     return {**call, "function": function}
 
 
-def _parse_arguments(arguments: Any) -> Any:
+def parse_arguments(arguments: Any) -> Any:
     """Return the object in ``arguments``, or the text itself: a bad call of the past must not make
     every later turn fail."""
     if not isinstance(arguments, str):
@@ -208,6 +211,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
+
+
+def template_variables(source: str) -> set[str]:
+    """Return the names that a template expects from outside, nothing if it is not valid."""
+    try:
+        return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+    except jinja2.TemplateError:
+        return set()
 
 
 @functools.lru_cache(maxsize=32)

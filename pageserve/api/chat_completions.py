@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pageserve.api.chat import TemplateError, render_chat
+from pageserve.api.chat_plan import ChatPlan, plan_chat, tool_sampling
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
 from pageserve.api.protocol import ChatCompletionRequest, TemplateRequest
@@ -17,6 +18,7 @@ from pageserve.api.serving import (
     respond,
     sampling_params,
 )
+from pageserve.api.tools import prepare_messages
 from pageserve.sampling_params import SamplingParams
 
 
@@ -25,13 +27,14 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     arrival = time.monotonic()
     request, headers = await read_generation(context, http, ChatCompletionRequest)
 
-    def prepare() -> tuple[list[int], SamplingParams]:
-        params = _params(context, request)
-        return _encode(context, request), params
+    def prepare() -> tuple[list[int], SamplingParams, ChatPlan | None]:
+        params = tool_sampling(context, request, _params(context, request))
+        text = render(context, request)
+        return _encode(context, request, text), params, plan_chat(context, request, text)
 
-    prompt, params = await context.in_thread(prepare)
+    prompt, params, plan = await context.in_thread(prepare)
     grammar = await compile_constraint(context, request)
-    return respond(context, http, request, [prompt], params, grammar, headers, arrival)
+    return respond(context, http, request, [prompt], params, grammar, headers, arrival, plan)
 
 
 def render(context: ServingContext, request: ChatCompletionRequest | TemplateRequest) -> str:
@@ -40,10 +43,13 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
     effort = getattr(request, "reasoning_effort", None)
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
+    tokenizer = context.loaded_tokenizer
+    messages, tools = prepare_messages(tokenizer, request.messages or [], request.tools)
     try:
         return render_chat(
-            context.loaded_tokenizer,
-            request.messages or [],
+            tokenizer,
+            messages,
+            tools=tools,
             documents=request.documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
@@ -59,8 +65,7 @@ def template_failed(error: TemplateError) -> APIError:
     return bad_request(code, str(error), error.param)
 
 
-def _encode(context: ServingContext, request: ChatCompletionRequest) -> list[int]:
-    text = render(context, request)
+def _encode(context: ServingContext, request: ChatCompletionRequest, text: str) -> list[int]:
     if request.truncate_prompt_tokens is None:
         check_text_length(context, text, "messages")
     token_ids = context.loaded_tokenizer.encode(text, request.add_special_tokens)

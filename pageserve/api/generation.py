@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from pageserve.api.chat_output import ChatParser
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import (
     APIError,
@@ -28,10 +29,19 @@ MERGE_AHEAD = 64  # outputs of several sequences that may wait for their reader
 
 
 class _Sequence:
-    __slots__ = ("num_cached", "num_output", "num_preemptions", "num_prompt", "request", "times")
+    __slots__ = (
+        "num_cached",
+        "num_output",
+        "num_preemptions",
+        "num_prompt",
+        "parser",
+        "request",
+        "times",
+    )
 
-    def __init__(self, request: AddRequest) -> None:
+    def __init__(self, request: AddRequest, parser: ChatParser | None) -> None:
         self.request = request
+        self.parser = parser
         self.num_prompt = len(request.prompt_token_ids)
         self.num_output = 0
         self.num_cached = 0
@@ -53,11 +63,15 @@ class Generation:
         label: str,
         deadline: float | None = None,
         key: ApiKey | None = None,
+        parsers: Sequence[ChatParser] | None = None,
     ) -> None:
         self._context = context
         self.key = key or context.keys.anonymous
         self._metrics = context.metrics
-        self._sequences = [_Sequence(request) for request in requests]
+        self._sequences = [
+            _Sequence(request, None if parsers is None else parsers[i])
+            for i, request in enumerate(requests)
+        ]
         self._live = set(range(len(requests)))
         self._deadline = deadline
         self._failure: APIError | None = None
@@ -107,6 +121,11 @@ class Generation:
     def num_cached_tokens(self) -> int:
         """Prompt tokens of all sequences that the prefix cache held."""
         return sum(s.num_cached for s in self._sequences)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all sequences that were spent on reasoning."""
+        return sum(s.parser.num_reasoning_tokens for s in self._sequences if s.parser is not None)
 
     def abort(self, failure: APIError) -> None:
         """End all sequences; :meth:`outputs` then raises ``failure``."""
@@ -195,13 +214,18 @@ class Generation:
         try:
             async for output in stream:
                 self._observe(sequence, output)
+                if sequence.parser is not None:
+                    output = sequence.parser.parse(output)
                 if output.finish_reason is not None:
-                    self._finish(index, output.finish_reason)
+                    reason = output.finish_reason
+                    self._finish(index, "stop" if reason == "tool_calls" else reason)
                     if output.finish_reason in ("error", "abort"):
                         if output.error == INVALID_LOGITS:
                             self._metrics.corrupted.inc()
                         raise self._failure or _failure(output)
                 yield index, output
+                if output.finish_reason is not None:  # perhaps before the engine knows
+                    return
         except EngineDeadError:
             raise engine_dead() from None
         finally:

@@ -14,6 +14,7 @@ from pageserve.api.chat import SERVER_OWNED
 from pageserve.api.errors import APIError, bad_request, from_validation_error, invalid, quote
 from pageserve.api.message_protocol import Messages
 from pageserve.api.structured_output import ConstrainedFields, constraint_of
+from pageserve.api.tool_protocol import Choice, ToolChoice, Tools, resolve_choice
 from pageserve.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_PROMPTS = 1024
@@ -140,8 +141,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
 }
 _NEUTRAL_CHAT = _NEUTRAL | {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": _NOTHING,
     "function_call": _NOTHING,
     "modalities": (["text"],),
@@ -254,7 +253,10 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
@@ -274,6 +276,19 @@ class ChatCompletionRequest(GenerationRequest):
         super().check_conflicts()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
+        constraint = constraint_of(self)
+        if self.tool_use.mode != "none" and constraint is not None:
+            raise bad_request(
+                "invalid_value",
+                f"{constraint.param} and tools that may be called cannot be combined; "
+                "set tool_choice to none or leave one of them out",
+                constraint.param,
+            )
+
+    @property
+    def tool_use(self) -> ToolChoice:
+        """What the model may do with the tools."""
+        return resolve_choice(self.tools, self.tool_choice)
 
 
 class CompletionRequest(GenerationRequest):
@@ -294,10 +309,11 @@ class CompletionRequest(GenerationRequest):
 class TemplateRequest(_Body):
     """Fields of bodies that are rendered and not run."""
 
-    neutral = {"tools": ([],), "chat_template": _NOTHING}
+    neutral = {"chat_template": _NOTHING}
 
     model: str = ""
     messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = {}
@@ -397,9 +413,4 @@ def _is_one_of(value: Any, neutral: Iterable[Any]) -> bool:
 def _refusal(name: str, value: Any) -> APIError:
     if name == "modalities":
         return bad_request("unsupported_value", 'only the modality "text" is supported', name)
-    if name == "tool_choice":
-        if value in ("auto", "required") or isinstance(value, dict):
-            return bad_request("invalid_value", "tool_choice needs tools", name)
-        text = f"tool_choice: must be none, auto, required or an object, got {quote(value)}"
-        return bad_request("invalid_value", text, name)
     return bad_request("unsupported_parameter", f"{name} is not supported", name)

@@ -16,10 +16,13 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pageserve.api.chat_output import ChatOutput, Piece
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, internal_error
 from pageserve.api.generation import Generation
 from pageserve.api.logprobs import LogprobFormat
+from pageserve.api.reasoning import Reasoning
+from pageserve.api.tool_parser import Text
 from pageserve.engine.output_processor import LogprobEntry, TextOutput
 
 logger = logging.getLogger("pageserve.api")
@@ -52,6 +55,7 @@ CHAT = ReplyShape(
     text_close=b"}",
     no_text=b'"delta":{}',
 )
+CALL_ROLE = b'"delta":{"role":"assistant","content":null}'
 COMPLETION = ReplyShape(
     object="text_completion",
     chunk_object="text_completion",
@@ -66,7 +70,8 @@ COMPLETION = ReplyShape(
 @dataclass(frozen=True)
 class Reply:
     """What all parts of one reply have in common. ``logprobs`` has a format per choice, or none;
-    ``prompt_token_ids`` has a prompt per choice if the ids were asked for."""
+    ``prompt_token_ids`` has a prompt per choice if the ids were asked for; ``reasoning_field`` is
+    the key of a message's reasoning."""
 
     shape: ReplyShape
     id: str
@@ -79,6 +84,7 @@ class Reply:
     logprobs: Sequence[LogprobFormat] | None = None
     prompt_token_ids: Sequence[list[int]] | None = None
     timings: bool = False  # whether to say how long things took
+    reasoning_field: str = "reasoning_content"
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Return the tokens counted so far."""
@@ -90,11 +96,27 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
         }
         if self.shape.is_chat:
-            usage["completion_tokens_details"] = {"reasoning_tokens": 0}
+            usage["completion_tokens_details"] = {
+                "reasoning_tokens": generation.num_reasoning_tokens
+            }
         return usage
 
 
 # --- one JSON object ------------------------------------------------------------------------------
+
+
+@dataclass
+class ToolCall:
+    """A call of a tool, joined."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        """Return the call as a message has it."""
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass
@@ -106,14 +128,50 @@ class Choice:
     logprobs: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, output: TextOutput) -> None:
         """Append an output."""
-        self.text.append(output.text)
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
+        if isinstance(output, ChatOutput):
+            self._add_pieces(output.pieces)
+        else:
+            self.text.append(output.text)
+        self.hold(output)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+
+    def hold(self, output: TextOutput) -> None:
+        """Append what an output has beside its text."""
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+
+    def _add_pieces(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, Text):
+                self.text.append(piece.text)
+            elif isinstance(piece, Reasoning):
+                self.reasoning.append(piece.text)
+            else:
+                if piece.id is not None:
+                    self.tool_calls.append(ToolCall(piece.id, piece.name or ""))
+                self.tool_calls[piece.index].arguments.append(piece.arguments)
+
+    def message(self, reasoning_field: str) -> dict[str, Any]:
+        """Return the choice as a message of the assistant."""
+        text = "".join(self.text)
+        nothing_said = not text and (self.tool_calls or self.reasoning)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if nothing_said else text,
+            "refusal": None,
+            "annotations": [],
+        }
+        if self.reasoning:
+            message[reasoning_field] = "".join(self.reasoning)
+        if self.tool_calls:
+            message["tool_calls"] = [call.message() for call in self.tool_calls]
+        return message
 
 
 def whole_reply(reply: Reply, choices: Sequence[Choice], generation: Generation) -> bytes:
@@ -137,14 +195,11 @@ def whole_reply(reply: Reply, choices: Sequence[Choice], generation: Generation)
 
 
 def _whole_choice(reply: Reply, index: int, choice: Choice) -> dict[str, Any]:
-    text = "".join(choice.text)
     body: dict[str, Any] = {"index": index}
     if reply.shape.is_chat:
-        body["message"] = {
-            "role": "assistant", "content": text, "refusal": None, "annotations": []
-        }  # fmt: skip
+        body["message"] = choice.message(reply.reasoning_field)
     else:
-        body["text"] = text
+        body["text"] = "".join(choice.text)
     formats = reply.logprobs
     body["logprobs"] = None if formats is None else formats[index].format(choice.logprobs)
     body["finish_reason"] = choice.finish_reason
@@ -181,7 +236,8 @@ class ChunkEncoder:
         ]
         self._text_heads = [head + shape.text_open for head in self._choice_heads]
         self._tail = b',"usage":null}\n\n' if reply.include_usage else b"}\n\n"
-        self._text_tail = shape.text_close + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._bare_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._text_tail = shape.text_close + self._bare_tail
         self._plain = (
             reply.logprobs is None and reply.prompt_token_ids is None and not reply.continuous_usage
         )
@@ -193,6 +249,9 @@ class ChunkEncoder:
     def encode(self, index: int, output: TextOutput) -> bytes:
         """Return the events for an output of choice ``index``: none, one or several."""
         if self._plain and self._opened and output.finish_reason is None:
+            if isinstance(output, ChatOutput):
+                head, field = self._choice_heads[index], self._reply.reasoning_field
+                return b"".join([head + _delta(p, field) + self._bare_tail for p in output.pieces])
             if not output.text:
                 return b""
             return self._text_heads[index] + orjson.dumps(output.text) + self._text_tail
@@ -203,11 +262,14 @@ class ChunkEncoder:
         if not self._opened:
             self._opened = True
             if self._reply.shape.role is not None:
-                events += [self._role(i) for i in range(self._reply.num_choices)]
+                silent = index if isinstance(output, ChatOutput) and output.begins_call else None
+                events += [self._role(i, i == silent) for i in range(self._reply.num_choices)]
         held = self._held[index]  # what steps without text left for the next chunk
-        held.add(output)
+        held.hold(output)
         shape = self._reply.shape
-        if output.text:
+        if isinstance(output, ChatOutput):
+            events += [self._piece(index, piece) for piece in output.pieces]
+        elif output.text:
             text = shape.text_open + orjson.dumps(output.text) + shape.text_close
             events.append(self._chunk(index, text, held, b"null"))
             held = self._held[index] = Choice()
@@ -215,12 +277,23 @@ class ChunkEncoder:
             stop = b',"stop_reason":' + orjson.dumps(output.stop_reason)
             finish = orjson.dumps(output.finish_reason)
             self._num_unfinished -= 1
+            held = self._held[index]
             events.append(self._chunk(index, shape.no_text, held, finish + stop, self._timings()))
         return b"".join(events)
 
-    def _role(self, index: int) -> bytes:
-        assert self._reply.shape.role is not None
-        members = self._reply.shape.role + b',"logprobs":null,"finish_reason":null}]'
+    def _piece(self, index: int, piece: Piece) -> bytes:
+        """Return the event of a piece of an answer; log probabilities go with text only."""
+        held = self._held[index]
+        content = self._held[index] = Choice()
+        if not isinstance(piece, Text):
+            content.logprobs, held.logprobs = held.logprobs, []
+        return self._chunk(index, _delta(piece, self._reply.reasoning_field), held, b"null")
+
+    def _role(self, index: int, silent: bool) -> bytes:
+        """Return the event that opens a choice; a ``silent`` one begins with a call."""
+        role = CALL_ROLE if silent else self._reply.shape.role
+        assert role is not None
+        members = role + b',"logprobs":null,"finish_reason":null}]'
         prompt = b""
         ids = self._reply.prompt_token_ids
         if ids is not None and index == 0:
@@ -275,6 +348,23 @@ class ChunkEncoder:
             return DONE
         usage = orjson.dumps(self._reply.usage(self._generation))
         return self._head + b',"choices":[],"usage":' + usage + b"}\n\n" + DONE
+
+
+def _delta(piece: Piece, reasoning_field: str) -> bytes:
+    """Return the ``delta`` member of a choice for a piece of its answer."""
+    delta: dict[str, Any]
+    if isinstance(piece, Text):
+        delta = {"content": piece.text}
+    elif isinstance(piece, Reasoning):
+        delta = {reasoning_field: piece.text}
+    else:
+        call: dict[str, Any] = {"index": piece.index}
+        function = {"arguments": piece.arguments}
+        if piece.id is not None:
+            call |= {"id": piece.id, "type": "function"}
+            function = {"name": piece.name or "", **function}
+        delta = {"tool_calls": [{**call, "function": function}]}
+    return b'"delta":' + orjson.dumps(delta)
 
 
 # --- responses ------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """From a checked request to running sequences: what both generating endpoints share."""
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,9 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pageserve.api.body import read_json
+from pageserve.api.chat_plan import ChatPlan
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
 from pageserve.api.generation import Generation
+from pageserve.api.ids import random_id
 from pageserve.api.keys import ApiKey
 from pageserve.api.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from pageserve.api.protocol import (
@@ -32,22 +33,11 @@ from pageserve.tokenizer import Tokenizer
 
 logger = logging.getLogger("pageserve.api")
 
-BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, so as good as none
 MAX_IGNORED_NAMES = 20
 MAX_WARNED_NAMES = 1000
 
 GenerationBody = TypeVar("GenerationBody", ChatCompletionRequest, CompletionRequest)
-
-
-def random_id(prefix: str) -> str:
-    """Return ``prefix`` and 29 random base62 characters."""
-    number = int.from_bytes(os.urandom(22))
-    digits = []
-    for _ in range(29):
-        number, digit = divmod(number, 62)
-        digits.append(BASE62[digit])
-    return prefix + "".join(digits)
 
 
 async def read_generation(
@@ -230,9 +220,11 @@ def respond(
     grammar: str | None,
     headers: dict[str, str],
     arrival: float,
+    plan: ChatPlan | None = None,
 ) -> Response:
     """Enqueue one sequence per prompt and return the response that runs them.
 
+    ``plan`` says how to take the outputs apart.
     Raises :class:`APIError` if the server has no place for them.
     """
     is_chat = isinstance(request, ChatCompletionRequest)
@@ -252,6 +244,7 @@ def respond(
         logprobs=formats,
         prompt_token_ids=prompts if request.return_token_ids else None,
         timings=context.config.timings or http.headers.get("x-timings") == "1",
+        reasoning_field=context.config.reasoning_field,
     )
     key: ApiKey = http.scope["api_key"]
     requests = [
@@ -272,7 +265,8 @@ def respond(
     ]
     limit_ms = _deadline_ms(context, http, request)
     deadline = None if limit_ms is None else arrival + limit_ms / 1000
-    generation = Generation(context, requests, http.scope["request_id"], deadline, key)
+    parsers = [plan.parser() for _ in requests] if plan is not None else None
+    generation = Generation(context, requests, http.scope["request_id"], deadline, key, parsers)
     response = EventStreamResponse if request.stream else WholeResponse
     return response(context, generation, reply, headers)
 

@@ -5,6 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pageserve.engine.detokenizer import Detokenizer
 from pageserve.messages import FinishReason, RequestOutput, TokenLogprobs
@@ -12,6 +13,7 @@ from pageserve.sampling_params import SamplingParams
 from pageserve.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class TextOutput:
     text: str
     token_ids: list[int]
     logprobs: list[LogprobEntry] | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None
     num_output_tokens: int
     num_cached_tokens: int

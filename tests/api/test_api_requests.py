@@ -183,7 +183,8 @@ def test_chat_prompt_is_the_rendered_template(api):
     prompt = TOKENIZER.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
     assert prompt == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
-        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": "not json"}\n</tool_call>'
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n"
         "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
     )
 

@@ -1,0 +1,92 @@
+"""What a chat request asks of its output: which parts it is taken apart into, what is banned."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from pageserve.api import reasoning, tools
+from pageserve.api.chat_output import ChatParser
+from pageserve.api.context import ServingContext
+from pageserve.api.errors import bad_request
+from pageserve.api.protocol import ChatCompletionRequest
+from pageserve.api.reasoning import ReasoningParser
+from pageserve.api.tool_parser import ToolParser
+from pageserve.api.tool_protocol import ToolChoice
+from pageserve.sampling_params import SamplingParams
+from pageserve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """How one request's outputs are taken apart. ``block`` says where the output begins: inside of
+    a reasoning block, or perhaps before one; None means that there is none."""
+
+    tokenizer: Tokenizer
+    choice: ToolChoice
+    block: Literal["inside", "before"] | None
+    parallel_tool_calls: bool
+    include_reasoning: bool
+    stream: bool
+
+    def parser(self) -> ChatParser:
+        """Return a parser for one choice."""
+        named = self.choice.mode == "named"
+        block = ReasoningParser(opened=self.block == "inside") if self.block else None
+        parser = ToolParser(
+            tools.OPEN,
+            tools.CLOSE,
+            incremental=self.stream,
+            single=named or not self.parallel_tool_calls,
+        )
+        return ChatParser(
+            self.tokenizer,
+            reasoning=block,
+            tools=parser if self.choice.mode != "none" else None,
+            include_reasoning=self.include_reasoning,
+            calls_finish="stop" if named else "tool_calls",
+        )
+
+
+def plan_chat(
+    context: ServingContext, request: ChatCompletionRequest, prompt: str
+) -> ChatPlan | None:
+    """Return how to take the outputs of a request apart, None if they are plain text."""
+    tokenizer = context.loaded_tokenizer
+    choice = request.tool_use
+    if choice.mode in ("required", "named"):
+        raise bad_request(
+            "unsupported_value", "tool_choice: only none and auto are supported", "tool_choice"
+        )
+    block = None
+    if context.config.reasoning_field != "none" and reasoning.thinks(tokenizer):
+        block = reasoning.place(prompt, continued=request.continue_final_message)
+    if choice.mode == "none" and block is None:
+        return None
+    return ChatPlan(
+        tokenizer,
+        choice,
+        block,
+        request.parallel_tool_calls,
+        request.include_reasoning,
+        request.stream,
+    )
+
+
+def tool_sampling(
+    context: ServingContext, request: ChatCompletionRequest, params: SamplingParams
+) -> SamplingParams:
+    """Return the parameters with what the tools of a request change: the opening tag is banned if
+    no tool may be called, and is text, though it may be a special token, if one may."""
+    tokenizer = context.loaded_tokenizer
+    if not request.tools:
+        return params
+    token_id = tokenizer.token_id(tools.OPEN)
+    replace = msgspec.structs.replace
+    if request.tool_use.mode != "none":
+        hidden = token_id in tokenizer.special_ids
+        return replace(params, skip_special_tokens=params.skip_special_tokens and not hidden)
+    if token_id is not None:
+        return replace(params, logit_bias={**(params.logit_bias or {}), token_id: -100.0})
+    words = [*(params.bad_words_token_ids or []), tokenizer.encode(tools.OPEN, False)]
+    return replace(params, bad_words_token_ids=words)
