@@ -130,6 +130,8 @@ class ServerArgs(_Checked):
     api_key: tuple[str, ...] = _opt((), "accept these bearer keys only (repeatable)")
     api_keys_file: str | None = _opt(None, "TOML or JSON file of keys with names and limits")
     protect_metrics: bool = _opt(False, "ask for a key on /metrics too")
+    ssl_certfile: str | None = _opt(None, "serve HTTPS with this certificate (PEM)")
+    ssl_keyfile: str | None = _opt(None, "private key of the certificate, if it is not in its file")
     root_path: str = _opt("", "URL prefix added by a proxy")
     allow_origin: tuple[str, ...] = _opt((), "CORS origin to allow (repeatable)")
     strict_params: bool = _opt(False, "refuse unknown request fields instead of listing them")
@@ -152,6 +154,9 @@ class ServerArgs(_Checked):
     tool_grammar: Literal["on", "off"] = _opt("on", "hold calls begun freely to their schemas?")
     reasoning_field: Literal["reasoning_content", "reasoning", "none"] = _opt(
         "reasoning_content", "key of <think> blocks (none: leave them)"
+    )
+    log_format: Literal["text", "json"] = _opt(
+        "text", "json: an object a line, with request ids and a line for each answer"
     )
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log verbosity")
 

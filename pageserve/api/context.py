@@ -1,6 +1,7 @@
 """What the routes share: the engine, the tokenizer, the names served, and who is being served."""
 
 import asyncio
+import contextvars
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -134,7 +135,8 @@ class ServingContext:
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Run ``function`` off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+        here = contextvars.copy_context()  # log lines name the request there too
+        return await asyncio.get_running_loop().run_in_executor(self._pool, here.run, function)
 
     @property
     def stalled(self) -> bool:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pageserve.api import logs
 from pageserve.api.context import ServingContext
-from pageserve.api.errors import APIError, internal_error
+from pageserve.api.errors import APIError, internal_error, quote
 from pageserve.api.keys import LIMITED_PATHS, ApiKey
 
 logger = logging.getLogger("pageserve.api")
+access = logging.getLogger("pageserve.access")
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/live", "/ready", "/version", "/metrics"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -38,6 +40,7 @@ class RequestFrame:
         request_id = _request_id(header_values(scope, b"x-request-id"))
         inner = {**scope, "method": "GET"} if method == "HEAD" else dict(scope)
         inner["request_id"] = request_id
+        logs.request_id.set(request_id)
         inner["server_send"] = send
         if self.context.config.root_path:
             inner["root_path"] = self.context.config.root_path
@@ -66,6 +69,7 @@ class RequestFrame:
         finally:
             # Route patterns only: what the client wrote never becomes a label.
             route = inner.get("route")
+            self._log_access(inner, method, status, time.monotonic() - started)
             self.context.metrics.http.count(
                 getattr(route, "path", "none"),
                 method if method in METHODS else "OTHER",
@@ -76,6 +80,20 @@ class RequestFrame:
             )
             if "api_key" in inner:
                 self.context.metrics.count_key_request(inner["api_key"].name, status)
+
+    def _log_access(self, scope: Scope, method: str, status: int, seconds: float) -> None:
+        level = logging.INFO if self.context.config.log_format == "json" else logging.DEBUG
+        if not access.isEnabledFor(level):
+            return
+        fields = {
+            "method": method,
+            "path": scope["path"],
+            "status": status,
+            "milliseconds": round(seconds * 1000, 1),
+            "key": scope["api_key"].name if "api_key" in scope else None,
+        }
+        path = quote(scope["path"])
+        access.log(level, "%s %s %d", method[:16], path, status, extra={"fields": fields})
 
 
 class Gate:

@@ -20,9 +20,12 @@ import uvicorn
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from starlette.types import ASGIApp
 
 from pageserve.api.app import build_app
+from pageserve.api.connection import Connection
 from pageserve.api.context import SamplingDefaults, ServingContext
+from pageserve.api.logs import JsonFormatter
 from pageserve.config import ConfigError, EngineConfig, ServerArgs
 from pageserve.engine.process import ProcessClient
 from pageserve.hub import resolve_model
@@ -39,10 +42,11 @@ FAREWELL = 0.5  # seconds for error frames to reach their clients after the engi
 def run_server(config: EngineConfig, args: ServerArgs) -> int:
     """Serve until a signal or the engine's death and return the process's exit code."""
     console = Console(stderr=True)
-    if console.is_terminal:
-        handler: logging.Handler = RichHandler(
-            console=console, show_path=False, omit_repeated_times=False
-        )
+    if args.log_format == "json":
+        handler: logging.Handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+    elif console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, omit_repeated_times=False)
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:  # a file or a pipe: one line each, nothing wrapped
         handler = logging.StreamHandler()
@@ -88,6 +92,29 @@ def served_names(config: EngineConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*config.model.served_model_name, name)))
 
 
+def uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
+    """Return how uvicorn serves the app; raises :class:`ConfigError` for unusable certificates."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+    )
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+    try:
+        config.load()
+    except OSError as error:  # also what the ssl module raises
+        raise ConfigError(f"--ssl-certfile {args.ssl_certfile}: {error.strerror}") from None
+    return config
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: a signal drains first, see _Lifecycle."""
 
@@ -112,21 +139,15 @@ class _Lifecycle:
         )
         self.leave = asyncio.Event()  # set by a signal
         self.http = _Server(
-            uvicorn.Config(
-                build_app(self.context),
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=5,
-            )
+            uvicorn_config(build_app(self.context), args),
         )
 
     async def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         host, port = self.listener.getsockname()[:2]
-        logger.info("listening on http://%s:%d", host, port)
+        scheme = "http" if self.args.ssl_certfile is None else "https"
+        logger.info("listening on %s://%s:%d", scheme, host, port)
         serving = asyncio.create_task(self.http.serve(sockets=[self.listener]))
         work = [asyncio.create_task(self._load()), asyncio.create_task(self._log_load())]
         leaving = asyncio.create_task(self.leave.wait())

@@ -1,0 +1,76 @@
+"""uvicorn's connection, with the errors that come before there is a request made ours."""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pageserve.api.errors import APIError
+
+HEADER_TIMEOUT = 60.0  # seconds for a request's headers to arrive
+MAX_HEADER_BYTES = 65536
+
+
+class Connection(HttpToolsProtocol):
+    """Answers what is no HTTP with an error object, and waits for headers for a bounded time."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """Wait for the headers of a request that has begun."""
+        super().on_message_begin()
+        self._header_bytes = 0
+        self._await_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, unless there are too many bytes of them."""
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")  # the parser stops and data_received asks
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Go on with a whole request."""
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP request, and hang up."""
+        too_large = self._header_bytes > MAX_HEADER_BYTES
+        if too_large:
+            error = APIError(431, "request_too_large", "the request's headers are too large")
+            line = b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+        else:
+            error = APIError(400, "invalid_http", "the request is not valid HTTP/1.1")
+            line = b"HTTP/1.1 400 Bad Request\r\n"
+        body = error.body()
+        self.transport.write(
+            line + b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+            + b"connection: close\r\n\r\n" + body
+        )  # fmt: skip
+        self.transport.close()
+
+    def _await_headers(self) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(HEADER_TIMEOUT, self._headers_late)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _headers_late(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()  # with no answer: the SDK would take a 408 as "send it again"
+        else:
+            self._await_headers()  # pipelined behind an answer that must not be cut

@@ -1,0 +1,152 @@
+"""Real sockets: bytes that are no HTTP, slow headers, TLS, and log lines as JSON."""
+
+import asyncio
+import json
+import logging
+import ssl
+import subprocess
+
+import pytest
+import uvicorn
+
+from pageserve.api import connection
+from pageserve.api.logs import JsonFormatter
+from pageserve.api.server import uvicorn_config
+from pageserve.config import ConfigError, ServerArgs
+
+
+@pytest.fixture
+def serve(make_api):
+    """Run ``scenario(open)`` beside a uvicorn on a free port; ``open()`` connects to it."""
+
+    def serve(scenario, context=None, **server):
+        api = make_api(server=server)
+        config = uvicorn_config(api.app, api.context.config)
+        config.port = 0
+
+        async def run():
+            http = uvicorn.Server(config)
+            http.install_signal_handlers = lambda: None
+            serving = asyncio.create_task(http._serve())
+            while not http.started:
+                await asyncio.sleep(0.001)
+            port = http.servers[0].sockets[0].getsockname()[1]
+            try:
+                return await scenario(
+                    lambda: asyncio.open_connection("127.0.0.1", port, ssl=context)
+                )
+            finally:
+                http.should_exit = True
+                await serving
+
+        return api.run(run())
+
+    return serve
+
+
+async def answer(open_connection, data):
+    reader, writer = await open_connection()
+    writer.write(data)
+    response = await reader.read()
+    writer.close()
+    head, _, body = response.partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize("data", [
+    b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n",
+])  # fmt: skip
+def test_no_http_is_answered_by_an_error_object(serve, data):
+    head, body = serve(lambda open_connection: answer(open_connection, data))
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == "invalid_http"
+
+
+def test_endless_headers_are_cut_off(serve):
+    data = b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 70_000 + b"\r\n" + b"z: 1\r\n\r\n"
+    head, body = serve(lambda open_connection: answer(open_connection, data))
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: y"])
+def test_headers_that_never_come_end_the_connection(serve, monkeypatch, data):
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT", 0.05)
+    assert serve(lambda open_connection: answer(open_connection, data)) == (b"", b"")
+
+
+def test_good_request_on_the_same_path(serve):
+    data = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    head, body = serve(lambda open_connection: answer(open_connection, data))
+    assert head.startswith(b"HTTP/1.1 200 ") and json.loads(body) == {"status": "ok"}
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+def test_https(serve, tmp_path):
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.create_default_context(cafile=str(certificate))
+    data = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    flags = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    head, body = serve(lambda o: answer(o, data), context, **flags)
+    assert head.startswith(b"HTTP/1.1 200 ") and "version" in json.loads(body)
+
+
+def test_unusable_certificates_are_named(make_api, tmp_path):
+    app = make_api().app
+    (tmp_path / "empty.pem").write_text("")
+    for flags, words in (
+        ({"ssl_certfile": str(tmp_path / "none.pem")}, "none.pem"),
+        ({"ssl_certfile": str(tmp_path / "empty.pem")}, "empty.pem"),
+        ({"ssl_keyfile": "k"}, "--ssl-certfile"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            uvicorn_config(app, ServerArgs(**flags))
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+def test_every_line_of_a_request_is_json_with_its_id(make_api, capfd, monkeypatch):
+    lines = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(self.format(record))
+
+    handler = Keep()
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("pageserve")
+    logger.addHandler(handler)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logging.getLogger("pageserve.access").manager._clear_cache()
+    try:
+        api = make_api(server={"log_format": "json"}, fail_at=1, error='broken "thing"\nx')
+        api.post("/v1/completions", {"prompt": "hi", "zzz": 1}, headers={"x-request-id": "r-7"})
+    finally:
+        logger.removeHandler(handler)
+    parsed = [json.loads(line) for line in lines]
+    assert len(parsed) == 3  # the unknown field, the failure, the answer
+    assert {line["request_id"] for line in parsed} == {"r-7"}
+    assert all(set(line) >= {"time", "level", "logger", "message"} for line in parsed)
+    last = parsed[-1]
+    assert (last["method"], last["path"], last["status"]) == ("POST", "/v1/completions", 500)
+    assert last["key"] == "anonymous" and last["milliseconds"] >= 0
+
+
+def test_exceptions_stay_on_their_line():
+    try:
+        raise ValueError("why")
+    except ValueError as error:
+        record = logging.LogRecord("n", 40, "", 0, "bad", (), (ValueError, error, None))
+    line = JsonFormatter().format(record)
+    assert "\n" not in line and "why" in json.loads(line)["exception"]
