@@ -15,7 +15,7 @@ from typing import Any, Self
 from load.client import Record, Target, ask, open_session
 from load.workloads import Prompt
 
-START_TIMEOUT = 60.0  # seconds for all processes to be there
+START_TIMEOUT = 180.0  # seconds for all processes to be there
 POLL = 0.2  # seconds between two looks at the progress
 
 

@@ -7,7 +7,7 @@
     counters           │ requests running and waiting, KV blocks used, tokens of the step
     requests   one track each: queued, prefill chunks where they ran, decode, finished
 
-The file is a JSON array written as events come, some 0.7 kB a step, so it is usable after a crash
+The file is a JSON array written as events come, about 1 kB a step, so it is usable after a crash
 (the format forgives a missing end) and memory stays bounded by the live requests. All times are
 microseconds of ``time.monotonic()`` since the file was opened.
 """

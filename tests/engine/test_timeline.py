@@ -11,7 +11,15 @@ from helpers import make_tiny_checkpoint
 from pageserve.config import CacheArgs, ConfigError, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.core.request import Request
 from pageserve.engine.core import EngineCore
-from pageserve.engine.timeline import DEVICE, ENGINE, REQUESTS, DeviceClock, Timeline
+from pageserve.engine.timeline import (
+    ABSORB,
+    DEVICE,
+    ENGINE,
+    LAUNCH,
+    REQUESTS,
+    DeviceClock,
+    Timeline,
+)
 from pageserve.messages import AddRequest, RequestOutput, SchedulerStats
 from pageserve.messages import ScheduledRow as Row
 from pageserve.messages import SchedulerOutput as Plan
@@ -66,15 +74,15 @@ def check_slices(track):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_checkpoint(folder, "llama")
+    make_tiny_checkpoint(folder, "llama", head_dim=16)
     return str(folder)
 
 
-def engine(checkpoint, file, **scheduler):
+def engine(checkpoint, file, device="cpu", **scheduler):
     scheduler = {"max_num_batched_tokens": 16, "max_num_seqs": 4, **scheduler}
     return EngineCore(
         EngineConfig(
-            ModelArgs(checkpoint, device="cpu", max_model_len=128),
+            ModelArgs(checkpoint, device=device, max_model_len=128),
             CacheArgs(block_size=4, num_kv_blocks=18),
             SchedulerArgs(trace=str(file), **scheduler),
         )
@@ -140,6 +148,27 @@ def test_a_run_with_chunks_preemption_abort_and_refusal(checkpoint, tmp_path, de
     assert planned == sum(c["tokens"] for c in counters["tokens per step"])
     assert max(c["used"] for c in counters["KV blocks of 18"]) == stats.peak_used_blocks
     assert counters["requests"][-1] == {"running": 0, "waiting": 0}
+
+
+@pytest.mark.gpu
+def test_on_cuda_each_step_runs_between_its_launch_and_its_results(checkpoint, tmp_path):
+    file = tmp_path / "trace.json"
+    core = engine(checkpoint, file, device="cuda", max_steps_in_flight=2)
+    for i in range(4):
+        add(core, f"r{i}", 21, 24)
+    while core.has_work():
+        core.step()
+    core.close()
+    tracks = tracks_of(json.loads(file.read_text()))
+    launches, steps = tracks[ENGINE, LAUNCH], tracks[ENGINE, DEVICE]
+    absorbed = [e for e in tracks[ENGINE, ABSORB] if e["name"] == "absorb"]
+    assert len(steps) == core.stats().steps_total
+    for launch, step, seen in zip(launches, steps, absorbed, strict=True):
+        assert launch["args"]["step"] == step["args"]["step"] == seen["args"]["step"]
+        assert step["dur"] > 0
+        assert launch["ts"] - EPSILON <= step["ts"]
+        if step["name"] != "prefill":  # one that samples nothing is not waited for
+            assert step["ts"] + step["dur"] <= seen["ts"] + EPSILON
 
 
 def test_off_there_is_no_timeline_and_no_timing(checkpoint):
