@@ -114,21 +114,17 @@ class EngineCore:
 
         Where nothing can run before a grammar's mask is known, waits a little for that instead."""
         released = self._released(self.scheduler.absorb_grammars(MASK_TIMEOUT))
-        timeline = self._timeline
         while len(self._in_flight) < self._depth:
-            if timeline is not None:
-                timeline.begin()
-            start = time.perf_counter()
+            start = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            planned = time.perf_counter()
-            if timeline is not None:
-                timeline.planned(plan, self.scheduler.running, self.stats())
+            planned = time.monotonic()
             handle = self.worker.execute(plan)
-            launched = time.perf_counter()
-            if timeline is not None:
-                timeline.launched(plan, handle)
+            launched = time.monotonic()
+            if self._timeline is not None:
+                times = (start, planned, launched)
+                self._timeline.launched(plan, handle, self.scheduler.running, self.stats(), times)
             stats = StepStats(
                 self.scheduler.num_scheduled_tokens,
                 self.worker.replayed_tokens,
@@ -140,18 +136,15 @@ class EngineCore:
             self.last_step = None
             return released + self._released(self.scheduler.absorb_grammars(IDLE_TIMEOUT))
         plan, handle, self.last_step = self._in_flight.popleft()
-        if timeline is not None:
-            timeline.begin()
-        start = time.perf_counter()
+        start = time.monotonic()
         result = handle.result()
-        ready = time.perf_counter()
-        if timeline is not None:
-            timeline.ran(plan)
+        ready = time.monotonic()
         outputs = self.scheduler.update(plan, result)
+        done = time.monotonic()
         self.last_step.wait_seconds = ready - start
-        self.last_step.update_seconds = time.perf_counter() - ready
-        if timeline is not None:
-            timeline.absorbed(plan, outputs, self.stats())
+        self.last_step.update_seconds = done - ready
+        if self._timeline is not None:
+            self._timeline.absorbed(plan, outputs, self.stats(), (start, ready, done))
         return released + outputs
 
     def progress(self, request_ids: list[str] | None) -> list[RequestProgress]:

@@ -107,20 +107,19 @@ class _Chunk:
 
 @dataclass
 class _Step:
-    """A step between plan and the device's end."""
+    """A step between its launch and the device's end."""
 
     plan: SchedulerOutput
-    launched: float = 0.0
-    returned: float = 0.0
-    started: DeviceEvent | None = None
-    ended: DeviceEvent | None = None
+    launched: float
+    returned: float
+    started: DeviceEvent | None
+    ended: DeviceEvent | None
     chunks: list[_Chunk] = field(default_factory=list)
 
 
 class Timeline:
-    """Writes the file. The engine's loop tells it what it has just done, in the order of the loop:
-    :meth:`begin`, :meth:`planned`, :meth:`launched`; :meth:`begin`, :meth:`ran`,
-    :meth:`absorbed`."""
+    """Writes the file. The engine's loop tells it what it has just done, with the times at which
+    it did so."""
 
     def __init__(self, file: IO[bytes], *, synchronous: bool, num_kv_blocks: int) -> None:
         """Write to ``file`` from now on. ``synchronous`` says that a launch returns only when the
@@ -128,13 +127,12 @@ class Timeline:
         self._file: IO[bytes] | None = file
         self._synchronous = synchronous
         self._num_kv_blocks = num_kv_blocks
-        self._origin = self._mark = self._flushed = time.monotonic()
+        self._origin = self._flushed = time.monotonic()
         self._encode = msgspec.json.Encoder().encode
         self._buffer = bytearray()
         self._separator = b"[\n"
         self._clock = DeviceClock()
-        self._steps: dict[int, _Step] = {}  # planned, not yet absorbed
-        self._pending: deque[_Step] = deque()  # launched, not yet placed on the device's track
+        self._steps: deque[_Step] = deque()  # launched, not yet on the device's track
         self._tracks: dict[str, _Track] = {}
         self._num_tracks = 0
         self._num_preemptions = 0
@@ -184,18 +182,22 @@ class Timeline:
 
     # --- steps, in the order of the loop ----------------------------------------------------------
 
-    def begin(self) -> None:
-        """What comes next is a plan or a wait."""
-        self._mark = time.monotonic()
-
-    def planned(
-        self, plan: SchedulerOutput, running: Sequence[Request], stats: SchedulerStats
+    def launched(
+        self,
+        plan: SchedulerOutput,
+        handle: LaunchedStep,
+        running: Sequence[Request],
+        stats: SchedulerStats,
+        times: tuple[float, float, float],
     ) -> None:
-        """A step was planned for some of the ``running`` requests."""
-        step = self._steps[plan.step_id] = _Step(plan)
+        """A step was planned for some of the ``running`` requests and given to the worker; on an
+        accelerator it may not have begun. ``times``: begin of the plan, of the launch, its end."""
+        start, planned, returned = times
+        step = _Step(plan, planned, returned, handle.started, handle.ended)
+        self._steps.append(step)
         if stats.preemptions_total != self._num_preemptions:
             self._num_preemptions = stats.preemptions_total
-            self._note_preemptions(running)
+            self._note_preemptions(running, planned)
         by_slot = {request.slot: request for request in running}
         for row in plan.rows:
             track = self._tracks[by_slot[row.slot].request_id]
@@ -204,39 +206,36 @@ class Timeline:
                 chunk = _Chunk(track, track.num_preemptions, first, count, row.samples)
                 step.chunks.append(chunk)
                 track.running, track.decoding = True, row.samples
-        step.launched = self._phase("plan", PLAN, step)
-        for chunk in step.chunks:
-            self._close(chunk.track, step.launched)
-
-    def launched(self, plan: SchedulerOutput, handle: LaunchedStep) -> None:
-        """The worker has taken the step; on an accelerator it may not have begun."""
-        step = self._steps[plan.step_id]
-        step.returned = self._phase("launch", LAUNCH, step)
-        step.started, step.ended = handle.started, handle.ended
-        self._pending.append(step)
-
-    def ran(self, plan: SchedulerOutput) -> None:
-        """The results of a step are there."""
-        now = self._phase("wait", ABSORB, self._steps[plan.step_id])
-        while self._pending and self._place(self._pending[0], now):
-            done = self._pending.popleft()
-            if done.plan is plan:
-                break
+                self._close(track, planned)
+        facts = {"step": plan.step_id}
+        self._slice("plan", ENGINE, PLAN, start, planned, facts)
+        self._slice("launch", ENGINE, LAUNCH, planned, returned, facts)
 
     def absorbed(
-        self, plan: SchedulerOutput, outputs: Iterable[RequestOutput], stats: SchedulerStats
+        self,
+        plan: SchedulerOutput,
+        outputs: Iterable[RequestOutput],
+        stats: SchedulerStats,
+        times: tuple[float, float, float],
     ) -> None:
-        """The scheduler has taken the results of a step and released ``outputs``."""
-        now = self._phase("absorb", ABSORB, self._steps.pop(plan.step_id))
+        """The scheduler has taken a step's results and released ``outputs``. ``times``: begin of
+        the wait for the results, their arrival, now."""
+        start, ready, done = times
+        facts = {"step": plan.step_id}
+        self._slice("wait", ENGINE, ABSORB, start, ready, facts)
+        self._slice("absorb", ENGINE, ABSORB, ready, done, facts)
+        while self._steps and self._place(self._steps[0], ready):
+            if self._steps.popleft().plan is plan:
+                break
         self.released(outputs)
         requests = {"running": stats.num_running, "waiting": stats.num_waiting}
-        self._emit("C", "requests", ENGINE, 0, at=now, args=requests)
+        self._emit("C", "requests", ENGINE, 0, at=done, args=requests)
         blocks = {"used": stats.num_used_blocks, "cached": stats.num_cached_blocks}
-        self._emit("C", f"KV blocks of {self._num_kv_blocks}", ENGINE, 0, at=now, args=blocks)
+        self._emit("C", f"KV blocks of {self._num_kv_blocks}", ENGINE, 0, at=done, args=blocks)
         tokens = {"tokens": plan.num_scheduled_tokens}
-        self._emit("C", "tokens per step", ENGINE, 0, at=now, args=tokens)
-        if not (stats.num_running or stats.num_waiting) or self._is_due(now):
-            self._flush(now)
+        self._emit("C", "tokens per step", ENGINE, 0, at=done, args=tokens)
+        if not (stats.num_running or stats.num_waiting) or self._is_due(done):
+            self._flush(done)
 
     def close(self) -> None:
         """End what is open and complete the file."""
@@ -250,13 +249,6 @@ class Timeline:
             self._file = None
 
     # --- parts ------------------------------------------------------------------------------------
-
-    def _phase(self, name: str, track: int, step: _Step) -> float:
-        """Write what the loop did since the last mark, and return the time."""
-        start, now = self._mark, time.monotonic()
-        self._mark = now
-        self._slice(name, ENGINE, track, start, now, {"step": step.plan.step_id})
-        return now
 
     def _place(self, step: _Step, now: float) -> bool:
         """Write a step on the device's track if the device has run it, and its prompt chunks on
@@ -291,8 +283,7 @@ class Timeline:
         if chunk.samples:
             self._open(track, "decode", end)
 
-    def _note_preemptions(self, running: Sequence[Request]) -> None:
-        now = time.monotonic()
+    def _note_preemptions(self, running: Sequence[Request], now: float) -> None:
         alive = {request.request_id: request.num_preemptions for request in running}
         for request_id, track in self._tracks.items():
             if track.running and alive.get(request_id) != track.num_preemptions:

@@ -255,26 +255,24 @@ def test_steps_whose_event_has_not_passed_are_drawn_later_and_never_waited_for()
     timeline.queued(message)
     ends = [Event(0.5, passed=False), Event(1.0, passed=False)]
     plans = [Plan(1, [], [], [Row(3, 0, 5, False)]), Plan(2, [], [], [Row(3, 5, 3, True)])]
+    now = timeline._origin
     for plan, end in zip(plans, ends, strict=True):
-        timeline.begin()
-        timeline.planned(plan, [running], SchedulerStats())
-        timeline.launched(plan, Handle(Event(end.at - 7.4), end))
-    timeline.begin()
-    timeline.ran(plans[0])
-    timeline.absorbed(plans[0], [], SchedulerStats(num_running=1))
+        handle = Handle(Event(end.at - 7.4), end)
+        timeline.launched(plan, handle, [running], SchedulerStats(), (now, now + 0.1, now + 0.2))
+        now += 0.2
+    timeline.absorbed(plans[0], [], SchedulerStats(num_running=1), (now, now + 0.1, now + 0.2))
     for end in ends:
         end.passed = True
-    timeline.begin()
-    timeline.ran(plans[1])
+    now += 1
     done = RequestOutput("r", [5], "length")
-    timeline.absorbed(plans[1], [done], SchedulerStats(num_running=0))
+    timeline.absorbed(plans[1], [done], SchedulerStats(), (now, now + 0.1, now + 0.2))
     timeline._flush(0.0)
     events = json.loads(file.getvalue() + b"]")
     tracks = tracks_of(events)
     assert [e["args"]["step"] for e in tracks[ENGINE, DEVICE]] == [1, 2]
     names = [e["name"] for key, track in tracks.items() if key[0] == REQUESTS for e in track]
     assert names == ["queued"] * 2 + ["prefill"] * 2 + ["decode"] * 2 + ["finished: length"]
-    assert not timeline._tracks and not timeline._steps and not timeline._pending
+    assert not timeline._tracks and not timeline._steps
 
 
 def test_a_full_disk_ends_the_timeline_and_nothing_else(caplog):
