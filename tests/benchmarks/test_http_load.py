@@ -314,3 +314,31 @@ def test_flags_that_cannot_work_are_refused(server, capsys):
         with pytest.raises(SystemExit):
             cli.main(None, flags)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "lengths"),
+    [
+        (["--input-len", "7"], {7}),
+        (["--workload", "shared-prefix", "--input-len", "7", "--prefix-len", "20"], {27}),
+        (["--workload", "mixed", "--input-len", "7", "--long-len", "50", "--long-share", "0.5"],
+         {7, 50}),
+    ],
+    ids=["random", "shared-prefix", "mixed"],
+)  # fmt: skip
+def test_flags_shape_the_workload(flags, lengths):
+    args = cli.make_parser(None).parse_args(flags)
+    for text in (False, True):
+        prompts = cli.make_prompts(args, cli.shape_of(args), 30, text=text, seed=0)
+        assert {len(p.content.split() if text else p.content) for p in prompts} == lengths
+        assert all(8 <= p.max_tokens <= 1024 for p in prompts)
+
+
+def test_a_sharegpt_file_is_asked_as_text(tmp_path):
+    file = tmp_path / "s.json"
+    turns = [{"from": "human", "value": "How are you?"}, {"from": "gpt", "value": "x" * 40}]
+    file.write_text(json.dumps([{"conversations": turns}]))
+    args = cli.make_parser(None).parse_args(["--workload", "sharegpt", "--sharegpt", str(file)])
+    assert cli.make_prompts(args, cli.shape_of(args), 5, text=True, seed=0) == [
+        Prompt("How are you?", 10)
+    ]
