@@ -18,6 +18,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pageserve.checkpoint import ModelError, read_gguf_header, read_json
 
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+FIM_TOKENS = (  # what stands before the prefix, the suffix and the middle
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
 WORD_START = "▁"  # sentencepiece's spelling of a space
 
 DecodeTables = tuple[list[str | None], list[bytes]]
@@ -30,8 +35,8 @@ class Tokenizer:
     for. ``special_tokens_map`` holds the named special tokens (``bos_token`` …) as text.
     ``chat_templates`` maps names to Jinja source. ``strips_leading_space`` says that decoding drops
     a space at the very start, as sentencepiece models do. ``max_token_chars`` is the most
-    characters that one token can stand for (``sys.maxsize`` if there is no limit). Threads may
-    share it.
+    characters that one token can stand for (``sys.maxsize`` if there is no limit). ``fim_tokens``
+    mark prefix, suffix and middle for models that fill gaps, None for others. Threads may share it.
     """
 
     def __init__(
@@ -55,6 +60,14 @@ class Tokenizer:
         self.special_ids = frozenset(
             [i for i, token in added.items() if token.special]
             + [i for i in named.values() if i is not None]
+        )
+        self.fim_tokens = next(
+            (
+                names
+                for names in FIM_TOKENS
+                if all(backend.token_to_id(n) is not None for n in names)
+            ),
+            None,
         )
         spelling = _Spelling(backend)
         self.strips_leading_space = spelling.strips_leading_space

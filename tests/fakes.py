@@ -267,6 +267,11 @@ class _Run:
             scheduled_time=self.scheduled_time,
             new_logprobs=None if self.request.sampling_params.logprobs is None else [],
         )
+        params, prompt = self.request.sampling_params, self.request.prompt_token_ids
+        if self.steps == 1 and params.prompt_logprobs is not None:
+            output.prompt_logprobs = [_logprobs(t, params.prompt_logprobs) for t in prompt[1:]]
+        if params.max_tokens == 0:
+            output.finish_reason = "length"
         for _ in range(self.engine.tokens_per_step):
             if output.finish_reason is None:
                 self._token(output)
@@ -300,7 +305,7 @@ def _logprobs(token: int, k: int) -> TokenLogprobs:
     others = [i for i in range(k + 1) if i != token]
     top = [others[0], token, *others[1:]][:k] if k else []
     values = [-0.25, -0.5, *(-1.0 - i for i in range(k))][:k]
-    return TokenLogprobs(token, -0.5, top, values)
+    return TokenLogprobs(token, -0.5, top, values, rank=2)
 
 
 def scripted(text: Any) -> Callable[[AddRequest], list[int]]:

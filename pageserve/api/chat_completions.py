@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from pageserve.api.chat import TemplateError, render_chat
 from pageserve.api.chat_plan import ChatPlan, plan_chat, tool_sampling
+from pageserve.api.choices import Prompt
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
 from pageserve.api.protocol import ChatCompletionRequest, TemplateRequest
@@ -27,7 +28,7 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     arrival = time.monotonic()
     request, headers = await read_generation(context, http, ChatCompletionRequest)
 
-    def prepare() -> tuple[list[int], SamplingParams, ChatPlan | None]:
+    def prepare() -> tuple[Prompt, SamplingParams, ChatPlan | None]:
         params = tool_sampling(context, request, _params(context, request))
         text = render(context, request)
         return _encode(context, request, text), params, plan_chat(context, request, text)
@@ -65,15 +66,15 @@ def template_failed(error: TemplateError) -> APIError:
     return bad_request(code, str(error), error.param)
 
 
-def _encode(context: ServingContext, request: ChatCompletionRequest, text: str) -> list[int]:
+def _encode(context: ServingContext, request: ChatCompletionRequest, text: str) -> Prompt:
     if request.truncate_prompt_tokens is None:
-        check_text_length(context, text, "messages")
+        check_text_length(context, request, text, "messages")
     token_ids = context.loaded_tokenizer.encode(text, request.add_special_tokens)
-    return fit_prompt(context, request, token_ids, "messages")
+    return Prompt(fit_prompt(context, request, token_ids, "messages"), text)
 
 
 def _params(context: ServingContext, request: ChatCompletionRequest) -> SamplingParams:
     given = request.max_completion_tokens
     max_tokens = request.max_tokens if given is None else given
     logprobs = request.top_logprobs if request.logprobs else None
-    return sampling_params(context, request, max_tokens, logprobs)
+    return sampling_params(context, request, max_tokens, logprobs, request.prompt_logprobs)

@@ -5,6 +5,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pageserve.api.choices import Prompt
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import bad_request
 from pageserve.api.protocol import CompletionRequest
@@ -18,6 +19,7 @@ from pageserve.api.serving import (
     vocab_size,
 )
 from pageserve.sampling_params import SamplingParams
+from pageserve.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -27,7 +29,7 @@ async def create_completion(context: ServingContext, http: Request) -> Response:
     arrival = time.monotonic()
     request, headers = await read_generation(context, http, CompletionRequest)
 
-    def prepare() -> tuple[list[list[int]], SamplingParams]:
+    def prepare() -> tuple[list[Prompt], SamplingParams]:
         params = _params(context, request)
         return [_encode(context, request, prompt) for prompt in request.prompt], params
 
@@ -36,13 +38,16 @@ async def create_completion(context: ServingContext, http: Request) -> Response:
     return respond(context, http, request, prompts, params, grammar, headers, arrival)
 
 
-def _encode(
-    context: ServingContext, request: CompletionRequest, prompt: str | list[int]
-) -> list[int]:
+def _encode(context: ServingContext, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    tokenizer = context.loaded_tokenizer
+    text = None
     if isinstance(prompt, str):
+        if request.suffix:
+            prompt = _fill_in_middle(tokenizer, prompt, request.suffix)
         if request.truncate_prompt_tokens is None:
-            check_text_length(context, prompt, "prompt")
-        prompt = context.loaded_tokenizer.encode(prompt, request.add_special_tokens)
+            check_text_length(context, request, prompt, "prompt")
+            text = prompt
+        prompt = tokenizer.encode(prompt, request.add_special_tokens)
     else:
         size = vocab_size(context)
         if min(prompt) < 0 or max(prompt) >= size:
@@ -52,10 +57,23 @@ def _encode(
                 f"prompt has token id {wrong}; ids run from 0 to {size - 1}",
                 "prompt",
             )
-    return fit_prompt(context, request, prompt, "prompt")
+    token_ids = fit_prompt(context, request, prompt, "prompt")
+    return Prompt.of(tokenizer, token_ids, text) if request.echo else Prompt(token_ids)
+
+
+def _fill_in_middle(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
+    if tokenizer.fim_tokens is None:
+        raise bad_request("unsupported_parameter", "this model does not take a suffix", "suffix")
+    before_prefix, before_suffix, before_middle = tokenizer.fim_tokens
+    return f"{before_prefix}{prompt}{before_suffix}{suffix}{before_middle}"
 
 
 def _params(context: ServingContext, request: CompletionRequest) -> SamplingParams:
     given = request.max_tokens
     max_tokens = min(DEFAULT_MAX_TOKENS, context.max_model_len) if given is None else given
-    return sampling_params(context, request, max_tokens, request.logprobs)
+    logprobs, scores = request.logprobs, request.prompt_logprobs
+    if logprobs is not None and request.echo:
+        scores = max(logprobs, scores or 0)
+    if (request.best_of or request.n) > request.n and logprobs is None:
+        logprobs = 0  # to rank by
+    return sampling_params(context, request, max_tokens, logprobs, scores)

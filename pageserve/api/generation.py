@@ -42,7 +42,8 @@ class _Sequence:
     def __init__(self, request: AddRequest, parser: ChatParser | None) -> None:
         self.request = request
         self.parser = parser
-        self.num_prompt = len(request.prompt_token_ids)
+        # A prompt that several sequences share counts with the first of them.
+        self.num_prompt = len(request.prompt_token_ids) if request.parent_id is None else 0
         self.num_output = 0
         self.num_cached = 0
         self.num_preemptions = 0
@@ -50,7 +51,8 @@ class _Sequence:
 
 
 class Generation:
-    """Runs requests as one: choice ``i`` is ``requests[i]``. ``label`` is the log's name for it.
+    """Runs requests as one, sequence ``i`` being ``requests[i]``. ``label`` is the log's name for
+    it, ``n`` how many choices to each prompt were asked for.
 
     Creating it takes its place in the queue; raises :class:`APIError` if there is none.
     :meth:`close` gives the place back and must be called whatever happened.
@@ -64,6 +66,7 @@ class Generation:
         deadline: float | None = None,
         key: ApiKey | None = None,
         parsers: Sequence[ChatParser] | None = None,
+        n: int = 1,
     ) -> None:
         self._context = context
         self.key = key or context.keys.anonymous
@@ -90,7 +93,9 @@ class Generation:
         context.load.pending += len(requests)
         context.load.pending_tokens += self.num_prompt_tokens
         for request in requests:
-            self._metrics.enqueued(1, request.sampling_params.max_tokens or context.max_model_len)
+            if request.parent_id is None:
+                limit = request.sampling_params.max_tokens
+                self._metrics.enqueued(n, context.max_model_len if limit is None else limit)
 
     @property
     def id(self) -> str:
@@ -109,7 +114,7 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all sequences."""
+        """Tokens of all prompts, each counted once."""
         return sum(s.num_prompt for s in self._sequences)
 
     @property
@@ -136,7 +141,8 @@ class Generation:
             self._context.client.abort([self._sequences[i].request.request_id for i in self._live])
 
     def outputs(self) -> AsyncGenerator[tuple[int, TextOutput]]:
-        """Yield (choice, output) as it comes, until each choice has finished.
+        """Yield (sequence, output) as it comes, until each sequence has finished. Where prompts are
+        scored, the first output to a prompt is that of its first sequence, which has the scores.
 
         Raises :class:`APIError` if one of them fails; closing the generator aborts them all.
         """
@@ -233,12 +239,22 @@ class Generation:
 
     async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
         queue: asyncio.Queue[tuple[int, TextOutput] | Exception] = asyncio.Queue(MERGE_AHEAD)
+        scored = {  # set once the first output of such a sequence is in the queue
+            s.request.request_id: asyncio.Event()
+            for s in self._sequences
+            if s.request.sampling_params.prompt_logprobs is not None
+        }
 
         async def feed(index: int) -> None:
+            request = self._sequences[index].request
             try:
                 async with aclosing(self._run(index)) as stream:
                     async for item in stream:
+                        if request.parent_id in scored:
+                            await scored[request.parent_id].wait()
                         await queue.put(item)
+                        if request.request_id in scored:
+                            scored[request.request_id].set()
             except Exception as error:  # a bug, too, must reach the reader, who would wait for ever
                 await queue.put(error)
 
@@ -268,10 +284,11 @@ class Generation:
         sequence.num_preemptions = max(sequence.num_preemptions, output.num_preemptions)
         if times.first_token:
             metrics.gaps.observe(now - times.last_token)
-        elif output.num_output_tokens:
+        elif output.num_output_tokens or output.finish_reason == "length":
             times.first_token = now
             times.scheduled = output.scheduled_time
-            sequence.num_cached = output.num_cached_tokens
+            if sequence.request.parent_id is None:
+                sequence.num_cached = output.num_cached_tokens
             metrics.first_token(times, sequence.num_prompt, sequence.num_cached)
             self._no_longer_pending(sequence)
         times.last_token = now
@@ -288,8 +305,9 @@ class Generation:
         times = sequence.times
         if not times.first_token:
             self._no_longer_pending(sequence)
+        num_prompt = len(sequence.request.prompt_token_ids)
         self._metrics.finished(
-            reason, times, sequence.num_prompt, sequence.num_output, sequence.num_preemptions
+            reason, times, num_prompt, sequence.num_output, sequence.num_preemptions
         )
 
 

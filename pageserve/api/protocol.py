@@ -18,6 +18,8 @@ from pageserve.api.tool_protocol import Choice, ToolChoice, Tools, resolve_choic
 from pageserve.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024  # of one request
+MAX_BEST_OF = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_CHARS = 1024
 
@@ -133,9 +135,6 @@ TokenIds = Annotated[list[Int], Field(max_length=1_000_000)]
 _NOTHING: tuple[Any, ...] = ()
 # Field → values that ask for nothing (beside null). Any other value is refused, never ignored.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "prompt_logprobs": _NOTHING,
-    "return_tokens_as_token_ids": (False,),
     "return_progress": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -147,10 +146,9 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "audio": _NOTHING,
     "web_search_options": _NOTHING,
     "moderation": _NOTHING,
-    "return_prompt_text": (False,),
+    "echo": (False,),
     "chat_template": _NOTHING,
 }
-_NEUTRAL_COMPLETION = _NEUTRAL | {"suffix": _NOTHING, "best_of": (1,)}
 
 
 # --- bodies ---------------------------------------------------------------------------------------
@@ -220,6 +218,8 @@ class GenerationRequest(ConstrainedFields, _Body):
     truncate_prompt_tokens: Annotated[Int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] = 0
     cache_salt: Annotated[str, BeforeValidator(_cache_salt)] | None = None
     deadline_ms: Annotated[Int, Field(ge=1, le=86_400_000)] | None = None
@@ -242,6 +242,10 @@ class GenerationRequest(ConstrainedFields, _Body):
             raise bad_request(
                 "invalid_value", "stream_options needs stream to be true", "stream_options"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request(
+                "invalid_value", "prompt_logprobs does not go with stream", "prompt_logprobs"
+            )
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -255,6 +259,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     tools: Tools | None = None
     tool_choice: Choice | None = None
+    return_prompt_text: bool = False
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
@@ -294,11 +299,39 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    neutral = _NEUTRAL_COMPLETION
+    neutral = _NEUTRAL
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    max_tokens: Annotated[Int, Field(ge=0)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: Annotated[Int, Field(ge=1, le=MAX_BEST_OF)] | None = None
+    suffix: str = ""  # an empty one asks for nothing
     add_special_tokens: bool = True
+
+    def check_conflicts(self) -> None:
+        """Refuse fields that contradict each other; raises :class:`APIError`."""
+        super().check_conflicts()
+        best_of = self.best_of or self.n
+        if best_of < self.n:
+            text = f"best_of must be at least n, {self.n}, got {best_of}"
+            raise bad_request("integer_below_min_value", text, "best_of")
+        if best_of > self.n and self.stream:
+            text = "best_of above n does not go with stream: the best are known at the end"
+            raise bad_request("invalid_value", text, "best_of")
+        if len(self.prompt) * best_of > MAX_SEQUENCES:
+            text = f"prompts times the larger of n and best_of must be at most {MAX_SEQUENCES}"
+            raise bad_request("invalid_value", text, "n")
+        if self.max_tokens == 0 and not self.echo:
+            text = "max_tokens must be at least 1, or 0 with echo: true"
+            raise bad_request("integer_below_min_value", text, "max_tokens")
+        if self.suffix and (
+            self.echo
+            or self.truncate_prompt_tokens is not None
+            or not isinstance(self.prompt[0], str)
+        ):
+            text = "suffix needs a prompt of text, without echo and truncate_prompt_tokens"
+            raise bad_request("invalid_value", text, "suffix")
 
     @property
     def max_tokens_field(self) -> str:
@@ -396,8 +429,6 @@ def refuse_unsupported(
     for name, value in (request.model_extra or {}).items():
         if name in request.checked and not _is_one_of(value, request.neutral[name]):
             raise _refusal(name, value)
-    if request.n != 1:
-        raise bad_request("unsupported_value", "n: only 1 is supported", "n")
     if request.priority and not priorities:
         raise bad_request(
             "unsupported_parameter",

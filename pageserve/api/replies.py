@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -17,13 +17,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pageserve.api.chat_output import ChatOutput, Piece
+from pageserve.api.choices import Choice, Fanout, Prompt, prompt_logprobs
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, internal_error
 from pageserve.api.generation import Generation
-from pageserve.api.logprobs import LogprobFormat
+from pageserve.api.logprobs import CompletionLogprobs, LogprobFormat
 from pageserve.api.reasoning import Reasoning
 from pageserve.api.tool_parser import Text
-from pageserve.engine.output_processor import LogprobEntry, TextOutput
+from pageserve.engine.output_processor import TextOutput
+from pageserve.messages import TokenLogprobs
+from pageserve.tokenizer import Tokenizer
 
 logger = logging.getLogger("pageserve.api")
 
@@ -70,25 +73,32 @@ COMPLETION = ReplyShape(
 @dataclass(frozen=True)
 class Reply:
     """What all parts of one reply have in common. ``logprobs`` has a format per choice, or none;
-    ``prompt_token_ids`` has a prompt per choice if the ids were asked for; ``reasoning_field`` is
-    the key of a message's reasoning."""
+    ``num_prompt_logprobs`` is how many alternatives to the prompt's tokens were asked for;
+    ``reasoning_field`` is the key of a message's reasoning."""
 
     shape: ReplyShape
     id: str
     created: int
     model: str
     fingerprint: str
-    num_choices: int
+    fanout: Fanout
+    prompts: Sequence[Prompt]
+    tokenizer: Tokenizer
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: Sequence[LogprobFormat] | None = None
-    prompt_token_ids: Sequence[list[int]] | None = None
+    num_logprobs: int = 0
+    echo: bool = False
+    num_prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_prompt_text: bool = False
     timings: bool = False  # whether to say how long things took
     reasoning_field: str = "reasoning_content"
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """Return the tokens counted so far."""
-        num_prompt, num_output = generation.num_prompt_tokens, generation.num_output_tokens
+        num_prompt = generation.num_prompt_tokens
+        num_output = generation.num_output_tokens * self.fanout.num_copies
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -97,117 +107,82 @@ class Reply:
         }
         if self.shape.is_chat:
             usage["completion_tokens_details"] = {
-                "reasoning_tokens": generation.num_reasoning_tokens
+                "reasoning_tokens": generation.num_reasoning_tokens * self.fanout.num_copies
             }
         return usage
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Return the prompt of a choice."""
+        return self.prompts[index // self.fanout.n]
+
+    def echoed_logprobs(self, index: int, scores: Sequence[TokenLogprobs]) -> Any:
+        """Return the ``logprobs`` object of the prompt that choice ``index`` begins with."""
+        if self.logprobs is None:
+            return None
+        format, prompt = self.logprobs[index], self.prompt_of(index)
+        assert isinstance(format, CompletionLogprobs)
+        entries = prompt.entries(self.tokenizer, scores, self.num_logprobs)
+        return format.format_prompt(entries, prompt.text)
 
 
 # --- one JSON object ------------------------------------------------------------------------------
 
 
-@dataclass
-class ToolCall:
-    """A call of a tool, joined."""
-
-    id: str
-    name: str
-    arguments: list[str] = field(default_factory=list)
-
-    def message(self) -> dict[str, Any]:
-        """Return the call as a message has it."""
-        function = {"name": self.name, "arguments": "".join(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-@dataclass
-class Choice:
-    """The outputs of one choice, joined."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[LogprobEntry] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    reasoning: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, output: TextOutput) -> None:
-        """Append an output."""
-        if isinstance(output, ChatOutput):
-            self._add_pieces(output.pieces)
-        else:
-            self.text.append(output.text)
-        self.hold(output)
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
-
-    def hold(self, output: TextOutput) -> None:
-        """Append what an output has beside its text."""
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
-
-    def _add_pieces(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            if isinstance(piece, Text):
-                self.text.append(piece.text)
-            elif isinstance(piece, Reasoning):
-                self.reasoning.append(piece.text)
-            else:
-                if piece.id is not None:
-                    self.tool_calls.append(ToolCall(piece.id, piece.name or ""))
-                self.tool_calls[piece.index].arguments.append(piece.arguments)
-
-    def message(self, reasoning_field: str) -> dict[str, Any]:
-        """Return the choice as a message of the assistant."""
-        text = "".join(self.text)
-        nothing_said = not text and (self.tool_calls or self.reasoning)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if nothing_said else text,
-            "refusal": None,
-            "annotations": [],
-        }
-        if self.reasoning:
-            message[reasoning_field] = "".join(self.reasoning)
-        if self.tool_calls:
-            message["tool_calls"] = [call.message() for call in self.tool_calls]
-        return message
-
-
-def whole_reply(reply: Reply, choices: Sequence[Choice], generation: Generation) -> bytes:
-    """Return the JSON of a finished reply."""
+def whole_reply(reply: Reply, outcomes: Sequence[Choice], generation: Generation) -> bytes:
+    """Return the JSON of a finished reply, given what became of each sequence."""
+    scores = [x.prompt_logprobs for x in outcomes[:: reply.fanout.sequences_per_prompt]]
+    choices = reply.fanout.select(outcomes)
     body: dict[str, Any] = {
         "id": reply.id,
         "object": reply.shape.object,
         "created": reply.created,
         "model": reply.model,
-        "choices": [_whole_choice(reply, i, choice) for i, choice in enumerate(choices)],
+        "choices": [
+            _whole_choice(reply, i, choice, scores[i // reply.fanout.n])
+            for i, choice in enumerate(choices)
+        ],
         "usage": reply.usage(generation),
     }
     if reply.shape.is_chat:
         body["service_tier"] = None
-        if reply.prompt_token_ids is not None:
-            body["prompt_token_ids"] = reply.prompt_token_ids[0]
+        if reply.return_token_ids:
+            body["prompt_token_ids"] = reply.prompts[0].token_ids
+        if reply.return_prompt_text:
+            body["prompt_text"] = reply.prompts[0].text
+        if reply.num_prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                reply.tokenizer, scores[0], reply.num_prompt_logprobs
+            )
     body["system_fingerprint"] = reply.fingerprint
     if reply.timings:
         body["timings"] = generation.timings()
     return orjson.dumps(body)
 
 
-def _whole_choice(reply: Reply, index: int, choice: Choice) -> dict[str, Any]:
+def _whole_choice(
+    reply: Reply, index: int, choice: Choice, scores: Sequence[TokenLogprobs]
+) -> dict[str, Any]:
+    echoed = reply.echoed_logprobs(index, scores) if reply.echo else None
     body: dict[str, Any] = {"index": index}
     if reply.shape.is_chat:
         body["message"] = choice.message(reply.reasoning_field)
     else:
-        body["text"] = "".join(choice.text)
+        prompt = reply.prompt_of(index).text if reply.echo else ""
+        body["text"] = prompt + "".join(choice.text)
     formats = reply.logprobs
     body["logprobs"] = None if formats is None else formats[index].format(choice.logprobs)
+    if echoed is not None:
+        body["logprobs"] = {k: echoed[k] + v for k, v in body["logprobs"].items()}
     body["finish_reason"] = choice.finish_reason
     body["stop_reason"] = choice.stop_reason
-    if reply.prompt_token_ids is not None:
+    if reply.return_token_ids:
         body["token_ids"] = choice.token_ids
         if not reply.shape.is_chat:
-            body["prompt_token_ids"] = reply.prompt_token_ids[index]
+            body["prompt_token_ids"] = reply.prompt_of(index).token_ids
+    if reply.num_prompt_logprobs is not None and not reply.shape.is_chat:
+        body["prompt_logprobs"] = prompt_logprobs(
+            reply.tokenizer, scores, reply.num_prompt_logprobs
+        )
     return body
 
 
@@ -220,6 +195,7 @@ class ChunkEncoder:
     def __init__(self, reply: Reply, generation: Generation) -> None:
         self._reply = reply
         self._generation = generation
+        self._num_choices = reply.fanout.num_choices
         shape = reply.shape
         head = orjson.dumps(
             {
@@ -232,22 +208,36 @@ class ChunkEncoder:
         )
         self._head = b"data: " + head[:-1]
         self._choice_heads = [
-            self._head + b',"choices":[{"index":%d,' % i for i in range(reply.num_choices)
+            self._head + b',"choices":[{"index":%d,' % i for i in range(self._num_choices)
         ]
         self._text_heads = [head + shape.text_open for head in self._choice_heads]
         self._tail = b',"usage":null}\n\n' if reply.include_usage else b"}\n\n"
         self._bare_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._text_tail = shape.text_close + self._bare_tail
         self._plain = (
-            reply.logprobs is None and reply.prompt_token_ids is None and not reply.continuous_usage
+            reply.logprobs is None
+            and not reply.return_token_ids
+            and not reply.continuous_usage
+            and not reply.echo
         )
         self._opened = False
-        self._num_unfinished = reply.num_choices
-        self._first = [True] * reply.num_choices
-        self._held: list[Choice] = [Choice() for _ in range(reply.num_choices)]
+        self._num_unfinished = self._num_choices
+        self._first = [True] * self._num_choices
+        self._echoed = [not reply.echo] * self._num_choices
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # of each prompt, as soon as known
+        self._held: list[Choice] = [Choice() for _ in range(self._num_choices)]
 
-    def encode(self, index: int, output: TextOutput) -> bytes:
-        """Return the events for an output of choice ``index``: none, one or several."""
+    def encode(self, sequence: int, output: TextOutput) -> bytes:
+        """Return the events for an output of a sequence: none, one or several."""
+        if output.prompt_logprobs is not None:
+            prompt = sequence // self._reply.fanout.sequences_per_prompt
+            self._scores[prompt] = output.prompt_logprobs
+        indices = self._reply.fanout.choices_of(sequence)
+        if len(indices) == 1:
+            return self._encode_choice(indices[0], output)
+        return b"".join([self._encode_choice(index, output) for index in indices])
+
+    def _encode_choice(self, index: int, output: TextOutput) -> bytes:
         if self._plain and self._opened and output.finish_reason is None:
             if isinstance(output, ChatOutput):
                 head, field = self._choice_heads[index], self._reply.reasoning_field
@@ -263,7 +253,10 @@ class ChunkEncoder:
             self._opened = True
             if self._reply.shape.role is not None:
                 silent = index if isinstance(output, ChatOutput) and output.begins_call else None
-                events += [self._role(i, i == silent) for i in range(self._reply.num_choices)]
+                events += [self._role(i, i == silent) for i in range(self._num_choices)]
+        if not self._echoed[index]:
+            self._echoed[index] = True
+            events.append(self._echo(index))
         held = self._held[index]  # what steps without text left for the next chunk
         held.hold(output)
         shape = self._reply.shape
@@ -295,10 +288,19 @@ class ChunkEncoder:
         assert role is not None
         members = role + b',"logprobs":null,"finish_reason":null}]'
         prompt = b""
-        ids = self._reply.prompt_token_ids
-        if ids is not None and index == 0:
-            prompt = b',"prompt_token_ids":' + orjson.dumps(ids[0])
+        if self._reply.return_token_ids and index == 0:
+            prompt += b',"prompt_token_ids":' + orjson.dumps(self._reply.prompts[0].token_ids)
+        if self._reply.return_prompt_text and index == 0:
+            prompt += b',"prompt_text":' + orjson.dumps(self._reply.prompts[0].text)
         return b"".join((self._choice_heads[index], members, prompt, self._usage()))
+
+    def _echo(self, index: int) -> bytes:
+        """Return the chunk that a choice begins with if its prompt is part of its text."""
+        shape, prompt = self._reply.shape, self._reply.prompt_of(index)
+        text = shape.text_open + orjson.dumps(prompt.text) + shape.text_close
+        scores = self._scores.get(index // self._reply.fanout.n, [])
+        logprobs = orjson.dumps(self._reply.echoed_logprobs(index, scores))
+        return self._chunk(index, text, Choice(), b"null", logprobs=logprobs)
 
     def _timings(self) -> bytes:
         if not self._reply.timings or self._num_unfinished:
@@ -306,9 +308,14 @@ class ChunkEncoder:
         return b',"timings":' + orjson.dumps(self._generation.timings())
 
     def _chunk(
-        self, index: int, text: bytes, content: Choice, finish: bytes, more: bytes = b""
+        self,
+        index: int,
+        text: bytes,
+        content: Choice,
+        finish: bytes,
+        more: bytes = b"",
+        logprobs: bytes = b"null",
     ) -> bytes:
-        logprobs = b"null"
         if self._reply.logprobs is not None and content.logprobs:
             logprobs = orjson.dumps(self._reply.logprobs[index].format(content.logprobs))
         return b"".join(
@@ -327,12 +334,12 @@ class ChunkEncoder:
         )
 
     def _token_ids(self, index: int, content: Choice) -> bytes:
-        ids = self._reply.prompt_token_ids
-        if ids is None:
+        if not self._reply.return_token_ids:
             return b""
         members = b',"token_ids":' + orjson.dumps(content.token_ids)
         if self._first[index] and not self._reply.shape.is_chat:
-            members += b',"prompt_token_ids":' + orjson.dumps(ids[index])
+            ids = self._reply.prompt_of(index).token_ids
+            members += b',"prompt_token_ids":' + orjson.dumps(ids)
         self._first[index] = False
         return members
 
@@ -440,12 +447,13 @@ class WholeResponse(GenerationResponse):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the generation and send the whole answer."""
         started = time.monotonic()
-        choices = [Choice() for _ in range(self.reply.num_choices)]
+        fanout = self.reply.fanout
+        outcomes = [Choice() for _ in range(fanout.num_prompts * fanout.sequences_per_prompt)]
         try:
             async with aclosing(self.generation.outputs()) as outputs:
-                async for index, output in outputs:
-                    choices[index].add(output)
-            body = whole_reply(self.reply, choices, self.generation)
+                async for sequence, output in outputs:
+                    outcomes[sequence].add(output)
+            body = await self._whole_reply(outcomes)
             response = Response(body, media_type="application/json")
         except APIError as error:
             response = error.response()
@@ -453,6 +461,14 @@ class WholeResponse(GenerationResponse):
         response.headers.update(self.extra_headers)
         response.headers["openai-processing-ms"] = str(milliseconds)
         await response(scope, receive, send)
+
+    async def _whole_reply(self, outcomes: list[Choice]) -> bytes:
+        def spell() -> bytes:
+            return whole_reply(self.reply, outcomes, self.generation)
+
+        if any(outcome.prompt_logprobs for outcome in outcomes):
+            return await self.context.in_thread(spell)  # thousands of scores: not on the loop
+        return spell()
 
 
 class EventStreamResponse(GenerationResponse):
@@ -479,8 +495,8 @@ class EventStreamResponse(GenerationResponse):
         send_chunk: Send = scope["server_send"]
         try:
             async with aclosing(self.generation.outputs()) as outputs:
-                async for index, output in outputs:
-                    events = encoder.encode(index, output)
+                async for sequence, output in outputs:
+                    events = encoder.encode(sequence, output)
                     if events:
                         self._writing_since = self._last_sent = time.monotonic()
                         await send_chunk(

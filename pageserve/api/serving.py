@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from pageserve.api.body import read_json
 from pageserve.api.chat_plan import ChatPlan
+from pageserve.api.choices import Fanout, Prompt
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
 from pageserve.api.generation import Generation
@@ -28,7 +29,7 @@ from pageserve.api.replies import CHAT, COMPLETION, EventStreamResponse, Reply, 
 from pageserve.api.structured_output import constraint_of, deprecation
 from pageserve.engine.output_processor import stop_matcher
 from pageserve.messages import AddRequest
-from pageserve.sampling_params import ParameterError, SamplingParams
+from pageserve.sampling_params import ParameterError, SamplingParams, for_choice
 from pageserve.tokenizer import Tokenizer
 
 logger = logging.getLogger("pageserve.api")
@@ -86,11 +87,27 @@ def _header_safe(name: str) -> str:
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def check_text_length(context: ServingContext, text: str, param: str) -> None:
+def _max_prompt_len(
+    context: ServingContext, request: ChatCompletionRequest | CompletionRequest
+) -> int:
+    """The most tokens a prompt may have: room for one more, unless none is wanted."""
+    if request.max_tokens == 0:
+        ready = context.ready
+        return min(ready.max_model_len, ready.num_kv_blocks * ready.block_size)
+    return context.max_model_len - 1
+
+
+def check_text_length(
+    context: ServingContext,
+    request: ChatCompletionRequest | CompletionRequest,
+    text: str,
+    param: str,
+) -> None:
     """Refuse text that cannot fit whatever its tokens are, without tokenising it."""
     at_least = context.loaded_tokenizer.min_num_tokens(text)
-    if at_least >= context.max_model_len:
-        raise context_length_exceeded(context, at_least, param, bound="at least ")
+    if at_least > _max_prompt_len(context, request):
+        wanted = int(request.max_tokens != 0)
+        raise context_length_exceeded(context, at_least, param, "at least ", wanted)
 
 
 def fit_prompt(
@@ -107,8 +124,9 @@ def fit_prompt(
         token_ids = token_ids[start:] if request.truncation_side == "left" else token_ids[:keep]
     if not token_ids:
         raise bad_request("invalid_value", "the prompt has no tokens", param)
-    if len(token_ids) >= context.max_model_len:
-        raise context_length_exceeded(context, len(token_ids), param)
+    if len(token_ids) > _max_prompt_len(context, request):
+        wanted = int(request.max_tokens != 0)
+        raise context_length_exceeded(context, len(token_ids), param, wanted=wanted)
     return token_ids
 
 
@@ -140,6 +158,7 @@ def sampling_params(
     request: ChatCompletionRequest | CompletionRequest,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Return the parameters in force: the request's, then the model's defaults, then OpenAI's.
 
@@ -175,6 +194,7 @@ def sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     try:
         params.validate(vocab_size(context))
@@ -215,60 +235,93 @@ def respond(
     context: ServingContext,
     http: Request,
     request: ChatCompletionRequest | CompletionRequest,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     grammar: str | None,
     headers: dict[str, str],
     arrival: float,
     plan: ChatPlan | None = None,
 ) -> Response:
-    """Enqueue one sequence per prompt and return the response that runs them.
+    """Enqueue the sequences of the prompts and return the response that runs them.
 
     ``plan`` says how to take the outputs apart.
     Raises :class:`APIError` if the server has no place for them.
     """
     is_chat = isinstance(request, ChatCompletionRequest)
     reply_id = random_id("chatcmpl-" if is_chat else "cmpl-")
-    formats: list[LogprobFormat] | None = None
-    if params.logprobs is not None:
-        formats = [ChatLogprobs() if is_chat else CompletionLogprobs() for _ in prompts]
+    fanout = _fanout(request, len(prompts), params.greedy)
     reply = Reply(
         shape=CHAT if is_chat else COMPLETION,
         id=reply_id,
         created=int(time.time()),
         model=request.model,
         fingerprint=context.ready.fingerprint,
-        num_choices=len(prompts),
+        fanout=fanout,
+        prompts=prompts,
+        tokenizer=context.loaded_tokenizer,
         include_usage=request.include_usage,
         continuous_usage=request.continuous_usage,
-        logprobs=formats,
-        prompt_token_ids=prompts if request.return_token_ids else None,
+        logprobs=_logprob_formats(context, request, fanout),
+        num_logprobs=params.logprobs or 0,
+        echo=getattr(request, "echo", False) is True,
+        num_prompt_logprobs=request.prompt_logprobs,
+        return_token_ids=request.return_token_ids,
+        return_prompt_text=getattr(request, "return_prompt_text", False),
         timings=context.config.timings or http.headers.get("x-timings") == "1",
         reasoning_field=context.config.reasoning_field,
     )
     key: ApiKey = http.scope["api_key"]
-    requests = [
-        AddRequest(
-            request_id=f"{reply_id}-{i}",
-            prompt_token_ids=prompt,
-            sampling_params=_for_prompt(
-                context, params, len(prompt), "messages" if is_chat else "prompt"
-            ),
-            arrival_time=arrival,
-            priority=max(-(2**63), min(2**63 - 1, request.priority + key.priority)),
-            cache_salt=request.cache_salt,
-            tenant=key.name if not context.keys.is_open else request.user or "",
-            weight=key.weight,
-            grammar=grammar,
+    requests: list[AddRequest] = []
+    for prompt in prompts:
+        own = _for_prompt(
+            context, params, len(prompt.token_ids), "messages" if is_chat else "prompt"
         )
-        for i, prompt in enumerate(prompts)
-    ]
+        parent_id = None
+        for i in range(fanout.sequences_per_prompt):
+            request_id = f"{reply_id}-{len(requests)}"
+            requests.append(
+                AddRequest(
+                    request_id=request_id,
+                    prompt_token_ids=prompt.token_ids,
+                    sampling_params=for_choice(own, i),
+                    arrival_time=arrival,
+                    priority=max(-(2**63), min(2**63 - 1, request.priority + key.priority)),
+                    cache_salt=request.cache_salt,
+                    parent_id=parent_id,
+                    tenant=key.name if not context.keys.is_open else request.user or "",
+                    weight=key.weight,
+                    grammar=grammar,
+                )
+            )
+            parent_id = parent_id or request_id
     limit_ms = _deadline_ms(context, http, request)
     deadline = None if limit_ms is None else arrival + limit_ms / 1000
     parsers = [plan.parser() for _ in requests] if plan is not None else None
-    generation = Generation(context, requests, http.scope["request_id"], deadline, key, parsers)
+    generation = Generation(
+        context, requests, http.scope["request_id"], deadline, key, parsers, fanout.n
+    )
     response = EventStreamResponse if request.stream else WholeResponse
     return response(context, generation, reply, headers)
+
+
+def _fanout(
+    request: ChatCompletionRequest | CompletionRequest, num_prompts: int, greedy: bool
+) -> Fanout:
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return Fanout(num_prompts, request.n, best_of or request.n, greedy)
+
+
+def _logprob_formats(
+    context: ServingContext, request: ChatCompletionRequest | CompletionRequest, fanout: Fanout
+) -> list[LogprobFormat] | None:
+    """Return a format for each choice, None if no log probabilities are to be shown."""
+    as_ids = request.return_tokens_as_token_ids
+    if isinstance(request, ChatCompletionRequest):
+        return [ChatLogprobs(as_ids)] * fanout.num_choices if request.logprobs else None
+    if request.logprobs is None:
+        return None
+    strips_space = request.echo and context.loaded_tokenizer.strips_leading_space
+    return [CompletionLogprobs(as_ids, strips_space) for _ in range(fanout.num_choices)]
 
 
 def _deadline_ms(
