@@ -134,6 +134,7 @@ class ServerArgs(_Checked):
     ssl_keyfile: str | None = _opt(None, "private key of the certificate, if it is not in its file")
     root_path: str = _opt("", "URL prefix added by a proxy")
     allow_origin: tuple[str, ...] = _opt((), "CORS origin to allow (repeatable)")
+    ui: bool = _opt(True, "serve a page to chat on at / (default: yes)")
     strict_params: bool = _opt(False, "refuse unknown request fields instead of listing them")
     strict_context: bool = _opt(False, "refuse prompt + max_tokens beyond the context: no clamping")
     any_model: bool = _opt(False, "serve requests for any model name with the default model")

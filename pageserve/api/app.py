@@ -1,7 +1,7 @@
 """The HTTP application: which function answers which route."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import cache
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -15,6 +15,7 @@ from pageserve.api import control, probes
 from pageserve.api.chat_completions import create_chat_completion
 from pageserve.api.completions import create_completion
 from pageserve.api.context import ServingContext
+from pageserve.api.docs import build_openapi, describe, docs, playground
 from pageserve.api.errors import APIError, method_not_allowed, unknown_url
 from pageserve.api.middleware import Gate, RequestFrame
 from pageserve.api.models import list_models, retrieve_model
@@ -63,7 +64,18 @@ def build_app(context: ServingContext) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, context: ServingContext) -> None:
-    def add(method: str, paths: list[str], handler: Handler, body: Any = None) -> None:
+    bodies: list[type[BaseModel]] = []
+
+    def add(
+        method: str,
+        paths: list[str],
+        handler: Handler,
+        body: type[BaseModel] | None = None,
+        answers: str = "application/json",
+    ) -> None:
+        if body is not None:
+            bodies.append(body)
+
         async def route(request: Request) -> Response:
             return await handler(context, request)
 
@@ -74,7 +86,8 @@ def _add_routes(app: FastAPI, context: ServingContext) -> None:
                 methods=[method],
                 name=handler.__name__,
                 response_model=None,
-                openapi_extra=_body_schema(body),
+                description=(handler.__doc__ or "").partition("\n")[0],
+                openapi_extra=describe(path, body, answers),
             )
 
     add("POST", ["/v1/chat/completions"], create_chat_completion, ChatCompletionRequest)
@@ -94,15 +107,11 @@ def _add_routes(app: FastAPI, context: ServingContext) -> None:
     add("GET", ["/live"], probes.live)
     add("GET", ["/ready"], probes.ready)
     add("GET", ["/version"], probes.version)
-    add("GET", ["/metrics"], probes.metrics)
-
-
-def _body_schema(model: type[BaseModel] | None) -> dict[str, Any] | None:
-    if model is None:
-        return None
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+    add("GET", ["/metrics"], probes.metrics, answers="text/plain")
+    add("GET", ["/docs"], docs, answers="text/html")
+    if context.config.ui:
+        add("GET", ["/"], playground, answers="text/html")
+    app.openapi = cache(lambda: build_openapi(app, bodies))  # type: ignore[method-assign]
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -197,8 +197,13 @@ class GenerationRequest(ConstrainedFields, _Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    logit_bias: (
+        Annotated[
+            dict[int, float], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])
+        ]
+        | None
+    ) = None
+    stop: Annotated[list[str], BeforeValidator(_stop, json_schema_input_type=str | list[str])] = []
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] | None = None
     seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -301,7 +306,12 @@ class CompletionRequest(GenerationRequest):
 
     neutral = _NEUTRAL
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[Any],
+        BeforeValidator(
+            _prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+        ),
+    ]
     max_tokens: Annotated[Int, Field(ge=0)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
