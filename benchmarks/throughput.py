@@ -1,26 +1,36 @@
-"""Hugging Face sequential and static batching against pageserve, in one run, float32.
+"""Hugging Face sequential, static and continuous against pageserve, in one run, float32.
 
 All requests arrive at once and each generates exactly its budget. Sequential runs one `generate`
 after the other. Static batching left-pads all prompts into one batch that runs to the longest
 budget; its callers get nothing before `generate` returns, so that is its time to first token (the
-time its first step took is printed as well). pageserve streams.
+time its first step took is in the JSON). transformers' own continuous batching runs with the same
+page size, step budget and batch, where it runs on the device at all. pageserve streams, with at
+most 4, 8, 16 and 24 requests a step: the fuller the steps, the fewer.
 
-What this does not show: an open loop of arrivals, HTTP (see serving.py), long prompts, a GPU.
+TPOT is the time per token after the first. What this does not show: an open loop of arrivals, HTTP
+(see serving.py), long prompts, larger models. On a GPU all run there, in float32.
 
     python benchmarks/throughput.py [--repeat 3] [--json FILE]
 """
 
 import argparse
+import functools
 import gc
-import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Job, chat_jobs, machine, percentile, read_bandwidth, report
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from common import Job, chat_jobs, machine, read_bandwidth, report
+from plots import bars, figures, line_style, lines
+from runs import Run, median_row, run_pageserve
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from pageserve.config import DEMO_MODEL
@@ -28,27 +38,9 @@ from pageserve.hub import resolve_model
 from pageserve.llm import LLM
 from pageserve.model_config import load_model_config
 from pageserve.models.gguf import iterate_gguf
-from pageserve.sampling_params import SamplingParams
 
-
-@dataclass
-class Run:
-    """Times in seconds from the common arrival, one entry per request."""
-
-    seconds: float
-    tokens: list[list[int]]
-    ttft: list[float]
-    latency: list[float]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "tokens_per_s": sum(map(len, self.tokens)) / self.seconds,
-            "ttft_p50": percentile(self.ttft, 50),
-            "ttft_p99": percentile(self.ttft, 99),
-            "latency_p99": percentile(self.latency, 99),
-            **self.extra,
-        }
+PAGE = 16  # tokens, of both engines that page
+BATCHES = (4, 8, 16, 24)  # max_num_seqs of pageserve's runs; the last is plainly "pageserve"
 
 
 class _FirstToken(BaseStreamer):
@@ -72,7 +64,7 @@ def run_sequential(model: LlamaForCausalLM, jobs: list[Job]) -> Run:
     tokens, ttft, latency = [], [], []
     for job in jobs:
         streamer = _FirstToken()
-        ids = torch.tensor([job.prompt_token_ids])
+        ids = torch.tensor([job.prompt_token_ids], device=model.device)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),  # else it hides prompt tokens equal to the pad
@@ -87,11 +79,11 @@ def run_sequential(model: LlamaForCausalLM, jobs: list[Job]) -> Run:
 
 def run_static(model: LlamaForCausalLM, jobs: list[Job], batch_size: int) -> Run:
     start = time.perf_counter()
-    tokens, ttft, latency, first = [], [], [], []
+    tokens, latency, first = [], [], []
     for i in range(0, len(jobs), batch_size):
         batch = jobs[i : i + batch_size]
         width = max(len(j.prompt_token_ids) for j in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        ids = torch.zeros(len(batch), width, dtype=torch.long, device=model.device)
         mask = torch.zeros_like(ids)
         for row, job in enumerate(batch):
             ids[row, width - len(job.prompt_token_ids) :] = torch.tensor(job.prompt_token_ids)
@@ -111,32 +103,50 @@ def run_static(model: LlamaForCausalLM, jobs: list[Job], batch_size: int) -> Run
         done = time.perf_counter() - start
         for row, job in enumerate(batch):
             tokens.append(out[row, width : width + job.budget].tolist())
-            ttft.append(done)
             latency.append(done)
     extra = {"batch_size": batch_size, "first_step_done": first[0]}
-    return Run(time.perf_counter() - start, tokens, ttft, latency, extra)
+    return Run(time.perf_counter() - start, tokens, None, latency, extra)
 
 
-def run_pageserve(llm: LLM, jobs: list[Job]) -> Run:
-    llm.engine.scheduler.reset_prefix_cache()
-    before = llm.engine.stats()
-    params = [SamplingParams(temperature=0, max_tokens=j.budget, ignore_eos=True) for j in jobs]
-    start = time.perf_counter()
-    done = llm.generate([j.prompt_token_ids for j in jobs], params)
-    seconds = time.perf_counter() - start
-    after = llm.engine.stats()
-    extra = {
-        "steps": after.steps_total - before.steps_total,
-        "preemptions": after.preemptions_total - before.preemptions_total,
-        "peak_blocks": after.peak_used_blocks,
-        "cached_tokens": sum(c.num_cached_tokens for c in done),
-    }
+def run_continuous(model: LlamaForCausalLM, jobs: list[Job], batch_size: int) -> Run:
+    """transformers' own continuous batching, with pages and a step budget as in pageserve.
+
+    Its start-up is not counted. Raises RuntimeError if its thread ends or a request fails.
+    """
+    tokens = sum(len(j.prompt_token_ids) + j.budget for j in jobs)
+    config = ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=tokens // PAGE + 2 * len(jobs),
+        max_batch_tokens=512,
+        max_requests_per_batch=batch_size,
+    )
+    with model.continuous_batching_context_manager(
+        generation_config=_greedy(max(j.budget for j in jobs)),
+        continuous_batching_config=config,
+        timeout=5,
+        warmup=model.device.type == "cuda",
+    ) as manager:
+        start = time.perf_counter()
+        ids = [
+            manager.add_request(j.prompt_token_ids, max_new_tokens=j.budget, record_timestamps=True)
+            for j in jobs
+        ]
+        done: dict[str, Any] = {}
+        while len(done) < len(jobs):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("its generation thread ended")
+            if result is not None and result.error is not None:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                done[result.request_id] = result
+        seconds = time.perf_counter() - start
+    results = [done[i] for i in ids]
     return Run(
         seconds,
-        [c.token_ids for c in done],
-        [c.first_token_time for c in done],
-        [c.finish_time for c in done],
-        extra,
+        [list(r.generated_tokens) for r in results],
+        [r.timestamps[0] - start for r in results],
+        [r.timestamps[-1] - start for r in results],
     )
 
 
@@ -179,90 +189,154 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--budgets", type=int, nargs=2, default=(2, 32), metavar=("LOW", "HIGH"))
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the median counts")
-    parser.add_argument("--json", help="also write the result to this file")
+    parser.add_argument("--json", help="write the result here, a picture beside it")
     args = parser.parse_args()
 
     path = resolve_model(DEMO_MODEL, None)
-    sharing = LLM(model=str(path), dtype="float32", max_model_len=1024)
-    plain = LLM(model=str(path), dtype="float32", max_model_len=1024, enable_prefix_caching=False)
-    reference = transformers_model(path)
-    jobs = chat_jobs(sharing.tokenizer, args.requests, *args.budgets)
+    llm = LLM(model=str(path), dtype="float32", max_model_len=1024)
+    device = llm.engine.ready.device
+    reference = transformers_model(path).to(device)
+    jobs = chat_jobs(llm.tokenizer, args.requests, *args.budgets)
     weight_bytes = sum(p.numel() * p.element_size() for p in reference.parameters())
     bandwidth = read_bandwidth()
     ceiling = bandwidth / weight_bytes
-    print(f"memory read {bandwidth / 1e9:.1f} GB/s; weights {weight_bytes / 1e6:.0f} MB; so one")
-    print(f"stream cannot exceed about {ceiling:.1f} tokens/s in float32 on this machine\n")
+    if device == "cpu":
+        print(
+            f"memory read {bandwidth / 1e9:.1f} GB/s; weights {weight_bytes / 1e6:.0f} MB; so one"
+        )
+        print(f"stream cannot exceed about {ceiling:.1f} tokens/s in float32 on this machine\n")
 
     longest = [Job(jobs[0].prompt_token_ids, 64)]
-    runs: dict[str, list[Run]] = {}
+    contenders: dict[str, Callable[[list[Job]], Run]] = {
+        "hf sequential": lambda jobs: run_sequential(reference, jobs),
+        "hf static 24": lambda jobs: run_static(reference, jobs, 24),
+        "hf static 8": lambda jobs: run_static(reference, jobs, 8),
+        "hf continuous": lambda jobs: run_continuous(reference, jobs, 24),
+        "pageserve": lambda jobs: run_pageserve(llm, jobs, max_num_seqs=24),
+        "pageserve, no sharing": lambda jobs: run_pageserve(
+            llm, jobs, max_num_seqs=24, enable_prefix_caching=False
+        ),
+    }
+    for batch in BATCHES[:-1]:
+        contenders[f"pageserve, batch {batch}"] = functools.partial(
+            run_pageserve, llm, max_num_seqs=batch
+        )
+    contenders["single: hf"] = lambda _: run_sequential(reference, longest)
+    contenders["single: pageserve"] = lambda _: run_pageserve(llm, longest)
     with torch.inference_mode():
-        contenders = {
-            "hf sequential": lambda: run_sequential(reference, jobs),
-            "hf static 24": lambda: run_static(reference, jobs, 24),
-            "hf static 8": lambda: run_static(reference, jobs, 8),
-            "pageserve": lambda: run_pageserve(sharing, jobs),
-            "pageserve, no sharing": lambda: run_pageserve(plain, jobs),
-            "single: hf": lambda: run_sequential(reference, longest),
-            "single: pageserve": lambda: run_pageserve(sharing, longest),
-        }
-        for run in contenders.values():
-            run()  # warm up: thread pools, allocator, code
+        skipped = warm_up(contenders, jobs[:4])
+        runs: dict[str, list[Run]] = {name: [] for name in contenders}
         for _ in range(args.repeat):  # interleaved, so that a slow minute hits all alike
             for name, run in contenders.items():
                 gc.collect()
-                runs.setdefault(name, []).append(run())
+                runs[name].append(run(jobs))
 
-    rows = {name: _median(r) for name, r in runs.items()}
-    static = max(("hf static 24", "hf static 8"), key=lambda n: rows[n]["tokens_per_s"])
-    _print_table(rows, static)
-    equal = [
-        runs["hf sequential"][0].tokens == r.tokens
-        for n in runs
-        if n in ("pageserve", "pageserve, no sharing")
-        for r in runs[n]
-    ]
-    ratios = {
-        "vs_static": rows["pageserve"]["tokens_per_s"] / rows[static]["tokens_per_s"],
-        "vs_sequential": rows["pageserve"]["tokens_per_s"] / rows["hf sequential"]["tokens_per_s"],
-        "ttft_p50_vs_static": rows["pageserve"]["ttft_p50"] / rows[static]["ttft_p50"],
-        "single_vs_hf": rows["single: pageserve"]["tokens_per_s"]
-        / rows["single: hf"]["tokens_per_s"],
-        "single_vs_ceiling": rows["single: pageserve"]["tokens_per_s"] / ceiling,
-    }
-    print("\n" + "\n".join(f"{k:<20} {v:.2f}" for k, v in ratios.items()))
-    print(f"tokens equal to Hugging Face sequential in every run: {all(equal)}\n")
+    result = summarise(runs, ceiling)
+    _print_table(result["rows"], result["best_static"])
+    print("\n" + "\n".join(f"{k:<20} {v:.2f}" for k, v in result["ratios"].items()))
+    print(f"tokens equal to Hugging Face sequential in every run: {result['tokens_equal']}\n")
+    if args.json:
+        draw(result, Path(args.json).with_suffix(""))
     report(
         {
             "benchmark": "throughput",
+            "not_shown": "an open loop of arrivals; HTTP; long prompts; larger models",
             "machine": machine(),
+            "device": device,
             "requests": args.requests,
             "budgets": list(args.budgets),
             "prompt_tokens": sum(len(j.prompt_token_ids) for j in jobs),
             "output_tokens": sum(j.budget for j in jobs),
             "read_bandwidth_gb_s": bandwidth / 1e9,
             "ceiling_single_tokens_per_s": ceiling,
-            "best_static": static,
-            "rows": rows,
-            "ratios": ratios,
-            "tokens_equal": all(equal),
+            "skipped": skipped,
+            **result,
         },
         args.json,
     )
 
 
-def _median(runs: list[Run]) -> dict[str, Any]:
-    rows = [r.row() for r in runs]
-    return {k: statistics.median(row[k] for row in rows) for k in rows[0]}
+def warm_up(contenders: dict[str, Callable[[list[Job]], Run]], jobs: list[Job]) -> dict[str, str]:
+    """Run each once for thread pools, allocator and code; drop transformers' continuous batching
+    where it does not run on this device, and return why."""
+    skipped = {}
+    for name, run in list(contenders.items()):
+        try:
+            run(jobs)
+        except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+            if name != "hf continuous":
+                raise
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"skipped {name}: {skipped[name]}")
+            del contenders[name]
+    return skipped
+
+
+def summarise(runs: dict[str, list[Run]], ceiling: float) -> dict[str, Any]:
+    """Medians of each contender, what they come to against each other, and whether the tokens of
+    all runs of pageserve are those of Hugging Face."""
+    rows = {name: median_row([r.row() for r in rs]) for name, rs in runs.items()}
+    static = max(("hf static 24", "hf static 8"), key=lambda n: rows[n]["tokens_per_s"])
+    expected = runs["hf sequential"][0].tokens
+    equal = {
+        name: all(r.tokens == expected for r in rs)
+        for name, rs in runs.items()
+        if name.startswith("pageserve") or name == "hf continuous"
+    }
+    ours, single = rows["pageserve"], rows["single: pageserve"]
+    ratios = {
+        "vs_static": ours["tokens_per_s"] / rows[static]["tokens_per_s"],
+        "vs_sequential": ours["tokens_per_s"] / rows["hf sequential"]["tokens_per_s"],
+        "ttft_p50_vs_static": ours["ttft_p50"] / rows[static]["ttft_p50"],
+        "single_vs_hf": single["tokens_per_s"] / rows["single: hf"]["tokens_per_s"],
+        "single_vs_ceiling": single["tokens_per_s"] / ceiling,
+    }
+    if "hf continuous" in rows:
+        ratios["vs_continuous"] = ours["tokens_per_s"] / rows["hf continuous"]["tokens_per_s"]
+    return {
+        "best_static": static,
+        "rows": rows,
+        "ratios": ratios,
+        "equal": equal,
+        "tokens_equal": all(ok for name, ok in equal.items() if name.startswith("pageserve")),
+    }
 
 
 def _print_table(rows: dict[str, dict[str, Any]], static: str) -> None:
-    print(f"{'':<22}    tok/s vs static  TTFT p50     p99  lat. p99  steps")
+    print(
+        f"{'':<22}    tok/s vs static  TTFT p50     p99  TPOT p50  lat. p99  steps  preempt."
+        "  peak blocks"
+    )
     for name, r in rows.items():
         ratio = r["tokens_per_s"] / rows[static]["tokens_per_s"]
+        tpot = f"{r['tpot_p50']:>8.3f}s" if "tpot_p50" in r else " " * 9
         print(
             f"{name:<22} {r['tokens_per_s']:>8.1f} {ratio:>8.2f}x {r['ttft_p50']:>8.3f}s "
-            f"{r['ttft_p99']:>6.3f}s {r['latency_p99']:>8.3f}s  {r.get('steps', '')}"
+            f"{r['ttft_p99']:>6.3f}s {tpot} {r['latency_p99']:>8.3f}s {r.get('steps', ''):>6} "
+            f"{r.get('preemptions', ''):>9} {r.get('peak_blocks', ''):>12}"
         )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Throughput of all, and how steps and waiting fall as the batch grows."""
+    rows = result["rows"]
+    batched = [rows[f"pageserve, batch {b}"] for b in BATCHES[:-1]] + [rows["pageserve"]]
+    with figures(path, ["Output tokens/s", "Steps", "Time to first token (s)"]) as panels:
+        names = [n for n in rows if not n.startswith("single")]
+        bars(
+            panels[0],
+            [n.replace("pageserve", "page-\nserve").replace(" ", "\n") for n in names],
+            {"": [rows[n]["tokens_per_s"] for n in names]},
+            number="{:.0f}",
+        )
+        panels[0].tick_params(axis="x", labelsize=6)
+        lines(panels[1], BATCHES, {"pageserve": [r["steps"] for r in batched]})
+        for label, key in (("p50", "ttft_p50"), ("p99", "ttft_p99")):
+            style = line_style(("p50", "p99").index(label))
+            panels[2].plot(BATCHES, [r[key] for r in batched], label=f"pageserve {label}", **style)
+        for axes in panels[1:]:
+            axes.set(xlabel="max_num_seqs", xticks=BATCHES)
+            axes.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,26 @@ def throughput(result: dict[str, Any]) -> str:
         f"{result['read_bandwidth_gb_s']:.0f} GB/s, so one stream cannot exceed "
         f"{result['ceiling_single_tokens_per_s']:.0f} tokens/s.",
         "",
-        "| | tokens/s | against static | TTFT p50 / p99 s | latency p99 s | steps | peak blocks |",
-        "|---|---|---|---|---|---|---|",
+        "| | tokens/s | against static | TTFT p50 / p99 s | TPOT p50 ms | latency p99 s | steps "
+        "| preemptions | peak blocks |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, r in rows.items():
         if name.startswith("single"):
             continue
         ratio = r["tokens_per_s"] / static["tokens_per_s"]
+        tpot = f"{1e3 * r['tpot_p50']:.0f}" if "tpot_p50" in r else ""
         out.append(
             f"| {name} | {r['tokens_per_s']:.1f} | {ratio:.2f}x "
-            f"| {r['ttft_p50']:.2f} / {r['ttft_p99']:.2f} | {r['latency_p99']:.2f} "
-            f"| {r.get('steps', '')} | {r.get('peak_blocks', '')} |"
+            f"| {r['ttft_p50']:.2f} / {r['ttft_p99']:.2f} "
+            f"| {tpot} | {r['latency_p99']:.2f} "
+            f"| {r.get('steps', '')} | {r.get('preemptions', '')} | {r.get('peak_blocks', '')} |"
         )
     single = rows["single: pageserve"]["tokens_per_s"]
     out += [
         "",
         f"One stream: {single:.1f} tokens/s against {rows['single: hf']['tokens_per_s']:.1f} of "
-        "Hugging Face. The tokens of all runs are equal.",
+        f"Hugging Face. The tokens of all runs are equal.{_picture_of(result['benchmark'])}",
         "",
     ]
     assert result["tokens_equal"], "the figures of unequal engines cannot be compared"
@@ -196,6 +199,56 @@ def policies(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def prefix(result: dict[str, Any]) -> str:
+    """What sharing a prefix saves."""
+    out = [
+        f"**Prefix sharing**: {result['requests']} prompts of {result['prompt_tokens']} tokens at "
+        f"once, embedded model, {_host(result)}. `python benchmarks/prefix.py`, "
+        f"{_picture('prefix')}.",
+        "",
+        "| common part of the prompt | peak blocks | against no sharing | TTFT p50 s | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for share, row in result["rows"].items():
+        on, off = row["sharing"], row["no_sharing"]
+        out.append(
+            f"| {share} % | {on['peak_blocks']:.0f} of {off['peak_blocks']:.0f} "
+            f"| {-100 * row['blocks_saved']:+.0f} % | {on['ttft_p50']:.2f} against "
+            f"{off['ttft_p50']:.2f} | {row['ttft_p50_ratio']:.2f}x |"
+        )
+    return "\n".join([*out, ""])
+
+
+def attention(result: dict[str, Any]) -> str:
+    """Temporary memory and latency of attention in place against a gather."""
+    rows = result["memory"]
+    out = [
+        "**Attention over blocks in place**, one decode row of the embedded model's shape, "
+        f"{_host(result)}: peak of temporary memory and time of a layer, against gathering the "
+        f"sequence first. `python benchmarks/attention.py`, {_picture('attention')}.",
+        "",
+        _row("tokens", (f"{r['seq_len']:,}" for r in rows)),
+        "|---|" + "---|" * len(rows),
+        _row("gather, KiB", (f"{r['gather_bytes'] / 1024:,.0f}" for r in rows)),
+        _row("of it copied keys and values", (f"{r['copied_kv_bytes'] / 1024:,.0f}" for r in rows)),
+    ]
+    for name, title in result["tiles"].items():
+        tiles = [r["paged"][name] for r in rows]
+        times = (
+            f"{t['bytes'] / 1024:,.0f} ({r['gather_bytes'] / t['bytes']:,.1f}x less)"
+            for t, r in zip(tiles, rows, strict=True)
+        )
+        out.append(_row(f"{title}, KiB", times))
+    out.append(_row("gather, µs", (f"{r['gather_us']:,.0f}" for r in rows)))
+    for name, title in result["tiles"].items():
+        out.append(_row(f"{title}, µs", (f"{r['paged'][name]['us']:,.0f}" for r in rows)))
+    return "\n".join([*out, ""])
+
+
+def _row(title: str, cells: Iterable[str]) -> str:
+    return f"| {title} | {' | '.join(cells)} |"
+
+
 def _host(result: dict[str, Any]) -> str:
     m = result["machine"]
     return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, commit {m['commit']}"
@@ -259,6 +312,12 @@ def _path(name: str) -> Path:
     return RESULTS / f"{name}.json"
 
 
+def _picture_of(benchmark: str) -> str:
+    """A link to the CPU run's picture, for results that are older than pictures: none."""
+    name = f"cpu_{benchmark}"
+    return f" ({_picture(name)})" if (RESULTS / f"{name}.svg").exists() else ""
+
+
 def _picture(name: str, text: str = "picture") -> str:
     assert (RESULTS / f"{name}.svg").exists(), f"the picture {name} is missing"
     return f"[{text}](benchmarks/results/{name}.svg)"
@@ -271,6 +330,8 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "policies": policies,
     "cpu_http_load": http_load,
     "cpu_llama_cpp": llama_cpp,
+    "attention": attention,
+    "prefix": prefix,
 }
 
 
