@@ -213,3 +213,28 @@ def test_slow_reader_does_not_hold_up_others():
             received += slow.recv(65536)
         slow.close()
         assert received.count(b'"finish_reason":"stop"') == 1
+
+
+def test_stream_helper_of_three_choices():
+    """Conformance 11: the helper raises IndexError if index 1 comes before index 0."""
+    with Server(script="Hello world", tokens_per_step=1) as server:
+        chat = server.client().chat.completions
+        fields = {"model": "tiny", "messages": HI, "n": 3, "temperature": 1, "seed": 3}
+        with chat.stream(**fields) as stream:
+            for _ in stream:
+                pass
+            choices = stream.get_final_completion().choices
+        assert [c.message.content for c in choices] == ["Hello world"] * 3
+        assert [c.finish_reason for c in choices] == ["stop"] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_ends_all_choices(stream):
+    """Conformance 48: eight sequences, none of which may run on."""
+    with Server(script=[65] * 4000, step_delay=0.005) as server:
+        body = {"messages": HI, "n": 8, "temperature": 1, "stream": stream}
+        sock = server.post(CHAT, body)
+        server.wait(lambda: server.api.engine.num_live == 8)
+        sock.close()
+        server.wait(lambda: server.api.engine.num_live == 0)
+        assert len(server.api.engine.aborted) == 8
