@@ -12,6 +12,7 @@ from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, bad_request
 from pageserve.api.protocol import ChatCompletionRequest, TemplateRequest
 from pageserve.api.serving import (
+    add_warnings,
     check_text_length,
     compile_constraint,
     fit_prompt,
@@ -35,6 +36,9 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
 
     prompt, params, plan = await context.in_thread(prepare)
     grammar = await compile_constraint(context, request)
+    if plan is not None:
+        grammar = await plan.grammar(context.grammars, grammar)
+        headers = add_warnings(headers, plan.calls.relaxed if plan.calls is not None else ())
     return respond(context, http, request, [prompt], params, grammar, headers, arrival, plan)
 
 

@@ -78,6 +78,7 @@ class ChatParser:
             scheduled_time=output.scheduled_time,
             error=output.error,
             prompt_logprobs=output.prompt_logprobs,
+            cumulative_logprob=output.cumulative_logprob,
             pieces=pieces,
             begins_call=tools is not None
             and tools.may_call

@@ -8,9 +8,11 @@ import msgspec
 from pageserve.api import reasoning, tools
 from pageserve.api.chat_output import ChatParser
 from pageserve.api.context import ServingContext
-from pageserve.api.errors import bad_request
+from pageserve.api.grammars import GrammarCompiler
 from pageserve.api.protocol import ChatCompletionRequest
 from pageserve.api.reasoning import ReasoningParser
+from pageserve.api.structured_output import Constraint
+from pageserve.api.tool_grammar import ToolGrammar, behind_reasoning, tool_grammar
 from pageserve.api.tool_parser import ToolParser
 from pageserve.api.tool_protocol import ToolChoice
 from pageserve.sampling_params import SamplingParams
@@ -28,6 +30,25 @@ class ChatPlan:
     parallel_tool_calls: bool
     include_reasoning: bool
     stream: bool
+    calls: ToolGrammar | None = None
+
+    @property
+    def trigger_ids(self) -> tuple[int, ...]:
+        """Tokens behind which the grammar is in force; none means from the start."""
+        return self.calls.trigger_ids if self.calls is not None else ()
+
+    async def grammar(self, compiler: GrammarCompiler, constraint: str | None) -> str | None:
+        """Return the grammar of the whole output. ``constraint`` is the request's own, if it has
+        one; it holds the answer, not the reasoning. Raises :class:`APIError`."""
+        grammar = constraint
+        if self.calls is not None:
+            calls = Constraint("tools", self.calls.source, "tools")
+            grammar = await compiler.compile(calls, self.tokenizer)
+            if self.choice.mode == "auto":
+                return grammar
+        if grammar is None or self.block is None:
+            return grammar
+        return behind_reasoning(self.tokenizer, self.block, grammar)
 
     def parser(self) -> ChatParser:
         """Return a parser for one choice."""
@@ -51,18 +72,24 @@ class ChatPlan:
 def plan_chat(
     context: ServingContext, request: ChatCompletionRequest, prompt: str
 ) -> ChatPlan | None:
-    """Return how to take the outputs of a request apart, None if they are plain text."""
+    """Return how to take the outputs of a request apart, None if they are plain text.
+
+    Raises :class:`APIError` for a strict tool whose schema cannot be enforced.
+    """
     tokenizer = context.loaded_tokenizer
     choice = request.tool_use
-    if choice.mode in ("required", "named"):
-        raise bad_request(
-            "unsupported_value", "tool_choice: only none and auto are supported", "tool_choice"
-        )
     block = None
     if context.config.reasoning_field != "none" and reasoning.thinks(tokenizer):
         block = reasoning.place(prompt, continued=request.continue_final_message)
     if choice.mode == "none" and block is None:
         return None
+    calls = None
+    if choice.mode in ("required", "named") or (
+        choice.mode == "auto" and context.config.tool_grammar == "on"
+    ):
+        calls = tool_grammar(
+            tokenizer, request.tools or [], choice, parallel=request.parallel_tool_calls
+        )
     return ChatPlan(
         tokenizer,
         choice,
@@ -70,6 +97,7 @@ def plan_chat(
         request.parallel_tool_calls,
         request.include_reasoning,
         request.stream,
+        calls,
     )
 
 

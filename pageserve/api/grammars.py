@@ -45,6 +45,8 @@ def grammar_of(constraint: Constraint) -> str:
         case "choice":
             # JSON's escapes of a string are Lark's.
             return _lark("start: " + " | ".join(map(json.dumps, constraint.value)))
+        case "tools":
+            return _lark(constraint.value)
     return _lark(_lark_source(constraint))
 
 

@@ -36,6 +36,8 @@ logger = logging.getLogger("pageserve.api")
 
 MAX_TOP_K = 2**31 - 1  # beyond any vocabulary, so as good as none
 MAX_IGNORED_NAMES = 20
+WARNING = "x-pageserve-warning"
+MAX_WARNING = 1000  # characters
 MAX_WARNED_NAMES = 1000
 
 GenerationBody = TypeVar("GenerationBody", ChatCompletionRequest, CompletionRequest)
@@ -55,7 +57,17 @@ async def read_generation(
     refuse_unsupported(request, priorities=context.priorities)
     headers = report_ignored(context, ignored_fields(request, strict=context.config.strict_params))
     warning = deprecation(request)
-    return request, headers if warning is None else headers | {"x-pageserve-warning": warning}
+    return request, add_warnings(headers, () if warning is None else (warning,))
+
+
+def add_warnings(headers: dict[str, str], warnings: Sequence[str]) -> dict[str, str]:
+    """Return the headers of a reply with things that its client should know."""
+    if not warnings:
+        return headers
+    earlier = headers.get(WARNING)
+    text = "; ".join([*([] if earlier is None else [earlier]), *warnings])
+    printable = "".join(c if " " <= c <= "~" else "?" for c in text)
+    return headers | {WARNING: printable[:MAX_WARNING]}
 
 
 async def compile_constraint(
@@ -244,7 +256,7 @@ def respond(
 ) -> Response:
     """Enqueue the sequences of the prompts and return the response that runs them.
 
-    ``plan`` says how to take the outputs apart.
+    ``plan`` says how to take the outputs apart and where ``grammar`` is in force.
     Raises :class:`APIError` if the server has no place for them.
     """
     is_chat = isinstance(request, ChatCompletionRequest)
@@ -291,6 +303,7 @@ def respond(
                     tenant=key.name if not context.keys.is_open else request.user or "",
                     weight=key.weight,
                     grammar=grammar,
+                    grammar_trigger_ids=list(plan.trigger_ids) if plan is not None else [],
                 )
             )
             parent_id = parent_id or request_id
