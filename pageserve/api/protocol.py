@@ -135,7 +135,6 @@ TokenIds = Annotated[list[Int], Field(max_length=1_000_000)]
 _NOTHING: tuple[Any, ...] = ()
 # Field → values that ask for nothing (beside null). Any other value is refused, never ignored.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "return_progress": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
 }
@@ -205,6 +204,7 @@ class GenerationRequest(ConstrainedFields, _Body):
     ) = None
     stop: Annotated[list[str], BeforeValidator(_stop, json_schema_input_type=str | list[str])] = []
     stream: bool = False
+    return_progress: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] | None = None
     seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     user: Label | None = None
@@ -247,6 +247,9 @@ class GenerationRequest(ConstrainedFields, _Body):
             raise bad_request(
                 "invalid_value", "stream_options needs stream to be true", "stream_options"
             )
+        if self.return_progress and not self.stream:
+            text = "return_progress needs stream to be true"
+            raise bad_request("invalid_value", text, "return_progress")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request(
                 "invalid_value", "prompt_logprobs does not go with stream", "prompt_logprobs"

@@ -7,7 +7,7 @@ Both are made of the same outputs. Nothing here is a pydantic model: a streamed 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, internal_error
 from pageserve.api.generation import Generation
 from pageserve.api.logprobs import CompletionLogprobs, LogprobFormat
+from pageserve.api.progress import report_progress
 from pageserve.api.reasoning import Reasoning
 from pageserve.api.tool_parser import Text
 from pageserve.engine.output_processor import TextOutput
@@ -92,6 +93,7 @@ class Reply:
     num_prompt_logprobs: int | None = None
     return_token_ids: bool = False
     return_prompt_text: bool = False
+    return_progress: bool = False  # whether a stream tells how far its prompt is
     timings: bool = False  # whether to say how long things took
     reasoning_field: str = "reasoning_content"
 
@@ -349,6 +351,12 @@ class ChunkEncoder:
         usage = self._reply.usage(self._generation)
         return b',"usage":' + orjson.dumps(usage) + b"}\n\n"
 
+    def progress(self, progress: Mapping[str, Any]) -> bytes:
+        """Return the event that tells how far the prompt is."""
+        return (
+            self._head + b',"choices":[],"prompt_progress":' + orjson.dumps(progress) + self._tail
+        )
+
     def end(self) -> bytes:
         """Return the events that close a stream that went well."""
         if not self._reply.include_usage:
@@ -493,11 +501,15 @@ class EventStreamResponse(GenerationResponse):
         encoder = ChunkEncoder(self.reply, self.generation)
         # The wrappers that middleware puts around send care about the start and the end only.
         send_chunk: Send = scope["server_send"]
+        reporter = self._start_reporter(encoder, send_chunk) if self.reply.return_progress else None
         try:
             async with aclosing(self.generation.outputs()) as outputs:
                 async for sequence, output in outputs:
                     events = encoder.encode(sequence, output)
                     if events:
+                        if reporter is not None:
+                            reporter.cancel()
+                            reporter = None
                         self._writing_since = self._last_sent = time.monotonic()
                         await send_chunk(
                             {"type": "http.response.body", "body": events, "more_body": True}
@@ -509,7 +521,19 @@ class EventStreamResponse(GenerationResponse):
         except Exception:
             logger.exception("%s failed", self.generation.label)
             last = self._error_event(internal_error())
+        finally:
+            if reporter is not None:
+                reporter.cancel()
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _start_reporter(self, encoder: ChunkEncoder, send: Send) -> asyncio.Task[None]:
+        async def tell(progress: dict[str, Any]) -> None:
+            self._last_sent = time.monotonic()
+            body = encoder.progress(progress)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        client = self.context.client
+        return asyncio.create_task(report_progress(client, self.generation, tell))
 
     def _error_event(self, error: APIError) -> bytes:
         # No [DONE] after it: that is the only in-band mark of success.

@@ -280,6 +280,7 @@ def respond(
         return_token_ids=request.return_token_ids,
         return_prompt_text=getattr(request, "return_prompt_text", False),
         timings=context.config.timings or http.headers.get("x-timings") == "1",
+        return_progress=request.return_progress,
         reasoning_field=context.config.reasoning_field,
     )
     key: ApiKey = http.scope["api_key"]

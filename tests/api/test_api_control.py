@@ -325,3 +325,54 @@ def test_timings(make_api, by):
 def test_no_timings_unless_asked_for(api):
     assert "timings" not in api.chat().json()
     assert "timings" not in api.chat(stream=True).text
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, CMPL])
+def test_return_progress(make_api, monkeypatch, path):
+    monkeypatch.setattr("pageserve.api.progress.INTERVAL", 0.005)
+    api = make_api(num_cached=1)
+
+    async def scenario():
+        api.engine.held = True
+        task = await begin(api, path, stream=True, return_progress=True)
+        await asyncio.sleep(0.05)  # told once: nothing changes
+        (run,) = api.engine._running.values()
+        run.steps = 1  # runs, and its prompt is computed
+        await asyncio.sleep(0.05)
+        api.engine.held = False
+        return await task
+
+    events = events_of(api.run(scenario()).text)
+    assert events.pop() == "[DONE]"
+    reports = [e for e in events if "prompt_progress" in e]
+    assert reports == events[: len(reports)] and all(e["choices"] == [] for e in reports)
+    total = len(api.engine.requests[0].prompt_token_ids)
+    told = [e["prompt_progress"] for e in reports]
+    assert [p["queue_position"] for p in told] == [1, 0]
+    assert [p["processed"] for p in told] == [0, total]
+    assert all(p["total"] == total and p["cached"] == 1 and p["time_ms"] >= 0 for p in told)
+    assert {e["object"] for e in events} == {events[-1]["object"]}
+
+
+def test_progress_needs_a_stream_and_is_not_sent_unasked(make_api, monkeypatch):
+    monkeypatch.setattr("pageserve.api.progress.INTERVAL", 0.001)
+    api = make_api(step_delay=0.02)
+    response = api.chat(return_progress=True)
+    assert (response.status_code, error_of(response)["param"]) == (400, "return_progress")
+    assert "prompt_progress" not in api.chat(stream=True).text
+
+
+def test_progress_ends_with_the_stream(make_api, monkeypatch):
+    monkeypatch.setattr("pageserve.api.progress.INTERVAL", 0.001)
+    api = make_api(fail_at=0, step_delay=0.02)
+    events = events_of(api.chat(stream=True, return_progress=True).text)
+    assert "error" in events[-1]
+
+    async def settle():
+        await asyncio.sleep(0.01)
+        return [t for t in asyncio.all_tasks() if "report_progress" in repr(t)]
+
+    assert api.run(settle()) == []
