@@ -213,7 +213,7 @@ def prefix(result: dict[str, Any]) -> str:
         on, off = row["sharing"], row["no_sharing"]
         out.append(
             f"| {share} % | {on['peak_blocks']:.0f} of {off['peak_blocks']:.0f} "
-            f"| {-100 * row['blocks_saved']:+.0f} % | {on['ttft_p50']:.2f} against "
+            f"| {100 * row['blocks_saved']:.0f} % less | {on['ttft_p50']:.2f} against "
             f"{off['ttft_p50']:.2f} | {row['ttft_p50_ratio']:.2f}x |"
         )
     return "\n".join([*out, ""])
@@ -230,7 +230,7 @@ def attention(result: dict[str, Any]) -> str:
         _row("tokens", (f"{r['seq_len']:,}" for r in rows)),
         "|---|" + "---|" * len(rows),
         _row("gather, KiB", (f"{r['gather_bytes'] / 1024:,.0f}" for r in rows)),
-        _row("of it copied keys and values", (f"{r['copied_kv_bytes'] / 1024:,.0f}" for r in rows)),
+        _row("keys and values alone, KiB", (f"{r['copied_kv_bytes'] / 1024:,.0f}" for r in rows)),
     ]
     for name, title in result["tiles"].items():
         tiles = [r["paged"][name] for r in rows]
