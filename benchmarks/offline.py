@@ -131,7 +131,7 @@ def _choices(llm: LLM) -> dict[str, Any]:
     return {
         "linear": linear,
         "prefill_config": backend.prefill_config,
-        "library_prefill_cost": backend.library_cost,
+        "library_prefill_costs": dict(backend.library_costs),
         "prefill_ms": dict(backend.times),
     }
 

@@ -87,18 +87,19 @@ def _parse(
 def _plan_text(config: EngineConfig) -> str:
     from pageserve.hub import resolve_model
     from pageserve.model_config import count_parameters, load_model_config
-    from pageserve.worker.memory import GIB, plan_memory
+    from pageserve.worker.memory import DTYPE_BYTES, GIB, activation_bytes, plan_memory
     from pageserve.worker.worker import choose_device, free_device_bytes, resolve
 
     path = resolve_model(config.model.model, None)
     model = load_model_config(path)
     config = resolve(config, model, choose_device(config.model.device))
     num_params = count_parameters(path)
+    to_come = num_params * DTYPE_BYTES[config.model.dtype] + activation_bytes(config, model)
     memory = plan_memory(
         config,
         model,
         num_params=num_params,
-        free_bytes=free_device_bytes(config, reserve=num_params),
+        free_bytes=free_device_bytes(config, reserve=to_come),
     )
     scheduler = config.scheduler
     num_tokens = memory.num_blocks * memory.block_size

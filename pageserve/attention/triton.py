@@ -8,17 +8,21 @@ A long chunk of a prompt may go to the library instead, whose kernels are faster
 one large causal square: see :meth:`TritonBackend.long_rows`.
 """
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from pageserve.attention import AttentionMetadata
+from pageserve.kernels.launch import compiling
 from pageserve.kernels.paged_attention import (
     DecodePlan,
     paged_decode,
@@ -32,6 +36,7 @@ from pageserve.utils import cdiv
 
 LONG_QUERY = 1024  # tokens from which a chunk may go to the library
 SQUARE = 1024  # its length is padded to a multiple: the library prepares for each length it meets
+MAX_SQUARE = 16384  # that is timed at start-up
 PrefillConfig = tuple[int, int, int, int]  # see paged_prefill
 PREFILL_CONFIGS: list[PrefillConfig] = [(128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2)]
 
@@ -65,8 +70,8 @@ class TritonBackend:
     fuses_rope = True
 
     prefill_config: PrefillConfig | None = None  # None: the kernel's own
-    # Time of the library for a causal square over that of the paged kernel; None: do not use it.
-    library_cost: float | None = None
+    # Time of the library for a causal square over that of the paged kernel, by the square's size.
+    library_costs: Mapping[int, float] = MappingProxyType({})
     times: Mapping[str, float] = MappingProxyType({})  # ms, what was measured
 
     def build_metadata(
@@ -101,7 +106,7 @@ class TritonBackend:
         It knows causal squares only, so it computes those queries too that an earlier step did,
         and padding: a row qualifies if enough of its square is wanted.
         """
-        if self.library_cost is None:
+        if not self.library_costs:
             return []
         rows = list(rows)
         starts = accumulate((r.num_scheduled_tokens for r in rows), initial=0)
@@ -110,44 +115,58 @@ class TritonBackend:
             first, count = row.num_computed_tokens, row.num_scheduled_tokens
             seq_len = first + count
             wanted = seq_len**2 - first**2
-            if count >= LONG_QUERY and wanted > self.library_cost * _square(seq_len) ** 2:
+            square = _square(seq_len)
+            if count >= LONG_QUERY and wanted > self._library_cost(square) * square**2:
                 found.append(LongRow(i, start, count, seq_len, row.slot))
         return found
 
-    def measure(self, kv_cache: torch.Tensor, num_heads: int) -> None:
-        """Time prefills of 16-bit numbers on the first layer's pool, of which nothing is written,
-        and set ``prefill_config`` and ``library_cost``."""
+    def _library_cost(self, square: int) -> float:
+        """Return the cost of a square between those measured, whose logarithms it lies between."""
+        sizes = list(self.library_costs)
+        costs = list(self.library_costs.values())
+        return float(np.interp(math.log(square), [math.log(s) for s in sizes], costs))
+
+    def measure(self, kv_cache: torch.Tensor, num_heads: int, max_query_len: int) -> None:
+        """Time prefills of 16-bit numbers, up to ``max_query_len`` tokens, on the first layer's
+        pool, of which nothing is written; set ``prefill_config`` and ``library_costs``."""
         pool = kv_cache[0]
         _, num_blocks, num_kv_heads, block_size, head_dim = pool.shape
         if pool.dtype == torch.float32:
             return
-        length = min(num_blocks * block_size, 8192) // SQUARE * SQUARE
-        if length == 0:
+        longest = min(num_blocks * block_size, max_query_len, MAX_SQUARE) // SQUARE * SQUARE
+        if longest == 0:
             return
-        device = pool.device
-        query = torch.randn(length, num_heads, head_dim, dtype=pool.dtype, device=device)
+        device, scale = pool.device, head_dim**-0.5
+        query = torch.randn(longest, num_heads, head_dim, dtype=pool.dtype, device=device)
         out = torch.empty_like(query)
-        blocks = torch.arange(cdiv(length, block_size), dtype=torch.int32, device=device)[None]
+        blocks = torch.arange(cdiv(longest, block_size), dtype=torch.int32, device=device)[None]
         slots = torch.zeros(16, dtype=torch.int32, device=device)
 
-        def paged(prompts: int, config: PrefillConfig) -> Callable[[], object]:
+        def paged(length: int, prompts: int, config: PrefillConfig) -> Callable[[], object]:
             # Sixteen rows, most of them empty: what a step compiles.
             starts = torch.arange(17, dtype=torch.int32, device=device) * (length // prompts)
             starts = starts.clamp_max(length)
             return lambda: paged_prefill(
-                query, pool, blocks, starts, starts.diff(), length, head_dim**-0.5,
+                query[:length], pool, blocks, starts, starts.diff(), length, scale,
                 row_slots=slots, skip_decodes=True, out=out, config=config,
             )  # fmt: skip
 
-        configs = {c: _time_tile(paged(4, c)) for c in PREFILL_CONFIGS}
+        usual = min(longest, 8192)
+        configs = {c: _time_tile(paged(usual, 4, c)) for c in PREFILL_CONFIGS}
         self.prefill_config = min(PREFILL_CONFIGS, key=configs.__getitem__)
-        row = LongRow(0, 0, length, length, 0)
-        kv_rows = _square_rows(row, blocks, num_kv_heads, block_size)
-        library = _time(lambda: _attend_square(query, pool, row, kv_rows, head_dim**-0.5, out))
-        kernel = _time(paged(1, self.prefill_config))
-        self.library_cost = library / kernel if library < kernel else None
-        self.times = {f"4 prompts {c}": t for c, t in configs.items()}
-        self.times |= {"1 prompt, library": library, "1 prompt, paged": kernel}
+        self.times = {f"4 prompts of {usual // 4} {c}": t for c, t in configs.items()}
+        costs = {}
+        for size in sorted({_square(longest // 8), _square(longest // 2), longest}):
+            row = LongRow(0, 0, size, size, 0)
+            kv_rows = _square_rows(row, blocks, num_kv_heads, block_size)
+            library = _time(
+                functools.partial(_attend_square, query, pool, row, kv_rows, scale, out)
+            )
+            kernel = _time(paged(size, 1, self.prefill_config))
+            costs[size] = library / max(kernel, 1e-6)
+            self.times |= {f"{size}, library": library, f"{size}, paged": kernel}
+        if min(costs.values()) < 1:
+            self.library_costs = costs
 
     def forward(
         self,
@@ -321,8 +340,12 @@ def _attend_square(
     key, value = (x.view(1, num_kv_heads, size, head_dim) for x in (key, value))
     tokens = slice(row.start, row.start + row.num_tokens)
     wanted = slice(row.seq_len - row.num_tokens, row.seq_len)
-    square = query.new_zeros(1, num_heads, size, head_dim)
-    square[0, :, wanted] = query[tokens].transpose(0, 1)
+    if row.start + size <= query.shape[0] and row.seq_len == row.num_tokens:
+        # What lies behind the row in the batch serves as padding.
+        square = query[row.start : row.start + size].transpose(0, 1)[None]
+    else:
+        square = query.new_zeros(1, num_heads, size, head_dim)
+        square[0, :, wanted] = query[tokens].transpose(0, 1)
     attended = functional.scaled_dot_product_attention(
         square, key, value, is_causal=True, scale=scale, enable_gqa=True
     )
@@ -340,6 +363,8 @@ def _time_tile(run: Callable[[], object]) -> float:
 def _time(run: Callable[[], object], repeats: int = 5) -> float:
     """Return the least time in ms of a few runs on the GPU, after one to compile and prepare."""
     run()
+    if compiling():
+        return 0.0
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

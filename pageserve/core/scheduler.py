@@ -33,6 +33,8 @@ from pageserve.messages import (
 
 LOOK_AHEAD = 4  # waiting requests tried behind one that does not fit
 MAX_OVERTAKEN = 8  # admissions past a blocked request, after which all wait for it
+SLIVER = 0.25  # a prompt that fits one step is not cut for less than this share of it: the rest
+# would run as a chunk on a context, which costs more than the sliver saves
 RETRY_STEPS = 8  # steps between attempts of a blocked request while its blocks are not free
 
 _LAST_LIVE = RequestStatus.PREEMPTED
@@ -51,11 +53,13 @@ class _Step:
         "decode_rows",
         "new_requests",
         "preempted",
+        "prompt_budget",
         "scored",
     )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens left
+        self.prompt_budget = budget  # tokens that prompts may have in all
         self.new_requests: list[NewRequestData] = []
         self.decode_rows: list[ScheduledRow] = []  # one token, which samples
         self.decode_requests: list[Request] = []
@@ -243,6 +247,7 @@ class Scheduler:
             pool = self.kv_cache_manager.block_pool
             free_share = pool.num_free_blocks / pool.num_blocks
             step.budget = self.policy.prompt_budget(step.budget, free_share)
+        step.prompt_budget = step.budget
         for request in unfinished:
             if step.budget == 0:
                 break
@@ -335,7 +340,8 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, step: _Step, request: Request) -> bool:
-        """Start or resume a request if the pool has its blocks and headroom for the running."""
+        """Start or resume a request if the pool has its blocks and headroom for the running, and
+        the step room for more than a sliver of it."""
         if request.num_output_placeholders:
             return False
         manager = self.kv_cache_manager
@@ -346,6 +352,10 @@ class Scheduler:
             if short and self._step_id < request.retry_step:
                 return False
         computed = manager.get_computed_blocks(request)
+        missing = request.num_tokens - len(computed) * manager.block_size
+        if step.budget < missing * SLIVER and missing <= step.prompt_budget:
+            step.budget = 0  # nor may anyone overtake it with what is left
+            return False
         request.slot = self._free_slots[0]
         if not manager.allocate_prompt(request, computed, headroom):
             request.slot = -1

@@ -147,6 +147,10 @@ class EngineCore:
             self._timeline.absorbed(plan, outputs, self.stats(), (start, ready, done))
         return released + outputs
 
+    def prepare_idle(self) -> bool:
+        """Use a moment without work to prepare for later steps; False: nothing is left to do."""
+        return self.worker.prepare_idle()
+
     def progress(self, request_ids: list[str] | None) -> list[RequestProgress]:
         """Where these requests are, or all live ones."""
         return self.scheduler.progress(request_ids)

@@ -123,6 +123,8 @@ def _loop(
     decoder = msgspec.msgpack.Decoder(EngineRequest)
     while True:
         outputs: list[RequestOutput] = []
+        while not (core.has_work() or requests.poll(0) or not core.prepare_idle()):
+            pass
         if not core.has_work():
             requests.poll(IDLE_POLL_MS)
         if os.getppid() != parent:  # also with work: nobody would take its outputs
@@ -149,6 +151,11 @@ def _one_line(error: Exception) -> str:
     """What the operator needs to read; user errors are sentences, ours get type and place."""
     if isinstance(error, ValueError):
         return str(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which this module does not import
+        return (
+            "the device is out of memory: lower --gpu-memory-utilization, "
+            "--max-num-batched-tokens or --max-num-seqs"
+        )
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} (in {frame.name}, line {frame.lineno})"
 

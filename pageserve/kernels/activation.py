@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageserve.kernels.launch import pdl_options, pdl_wait
+from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
 
 @triton.jit
@@ -36,7 +36,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if rows == 0:
         return out
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul_kernel[(rows, triton.cdiv(size, block))](
+    launch(
+        _silu_mul_kernel,
+        (rows, triton.cdiv(size, block)),
         gate_up,
         out,
         gate_up.stride(0),

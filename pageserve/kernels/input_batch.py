@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageserve.kernels.launch import pdl_options, pdl_wait
+from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class InputBuffers:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _prepare_decode_kernel(
     rows_ptr,  # [B, 2] int32: slot, position
     token_ids_ptr,  # [num_slots, max_model_len]
@@ -87,8 +87,10 @@ def prepare_decode(
 ) -> None:
     """Fill ``buffers`` for one token per row of ``rows`` [B, 2] int32 = (slot, position)."""
     batch_size = rows.shape[0]
-    block = min(128, triton.next_power_of_2(batch_size + 1))
-    _prepare_decode_kernel[(triton.cdiv(batch_size + 1, block),)](
+    block = 128
+    launch(
+        _prepare_decode_kernel,
+        (triton.cdiv(batch_size + 1, block),),
         rows,
         token_ids,
         block_tables,
@@ -103,12 +105,12 @@ def prepare_decode(
         batch_size,
         BLOCK_SIZE=block_size,
         BLOCK=block,
-        num_warps=max(1, block // 32),
+        num_warps=block // 32,
         **pdl_options(rows.device),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "T"])
 def _prepare_inputs_kernel(
     rows_ptr,  # [R, 2] int32: slot, first position
     query_start_loc_ptr,  # [R + 1]
@@ -170,7 +172,9 @@ def prepare_inputs(
     )
     seq_lens = torch.empty(rows.shape[0], dtype=torch.int32, device=device)
     block = min(256, triton.next_power_of_2(num_tokens))
-    _prepare_inputs_kernel[(rows.shape[0] + 1, triton.cdiv(num_tokens, block))](
+    launch(
+        _prepare_inputs_kernel,
+        (rows.shape[0] + 1, triton.cdiv(num_tokens, block)),
         rows,
         query_start_loc,
         token_ids,
@@ -212,7 +216,9 @@ def gather_block_tables(
     """Copy the first columns of ``block_tables[row_slots]`` to ``out`` [B, n]; slot -1 gives 0."""
     width = out.shape[1]
     block = min(256, triton.next_power_of_2(width))
-    _gather_rows_kernel[(out.shape[0], triton.cdiv(width, block))](
+    launch(
+        _gather_rows_kernel,
+        (out.shape[0], triton.cdiv(width, block)),
         row_slots,
         block_tables,
         out,
@@ -225,10 +231,10 @@ def gather_block_tables(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _store_sampled_kernel(
-    rows_ptr, sampled_ptr, token_ids_ptr, token_stride, max_len, B,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows_ptr, sampled_ptr, token_ids_ptr, seen_ptr, token_stride, seen_stride, max_len, B,
+    HAS_SEEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < B
@@ -243,25 +249,39 @@ def _store_sampled_kernel(
         token,
         mask=mask & (slot >= 0) & (position < max_len),
     )
+    if HAS_SEEN:
+        word = seen_ptr + slot * seen_stride + token // 32
+        tl.atomic_or(word, (1 << (token % 32)).to(tl.int32), mask=mask & (slot >= 0))
 
 
-def store_sampled(rows: torch.Tensor, sampled: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Write ``sampled`` [B] to ``token_ids[slot, position + 1]`` of ``rows`` [B, 2] int32.
+def store_sampled(
+    rows: torch.Tensor,
+    sampled: torch.Tensor,
+    token_ids: torch.Tensor,
+    seen: torch.Tensor | None = None,
+) -> None:
+    """Write ``sampled`` [B] to ``token_ids[slot, position + 1]`` of ``rows`` [B, 2] int32, and set
+    its bit in ``seen`` [slots, words] int32 if given.
 
     Padding rows, and positions past the table, are left alone.
     """
     batch_size = rows.shape[0]
     if batch_size == 0:
         return
-    block = min(128, triton.next_power_of_2(batch_size))
-    _store_sampled_kernel[(triton.cdiv(batch_size, block),)](
+    block = 128
+    launch(
+        _store_sampled_kernel,
+        (triton.cdiv(batch_size, block),),
         rows,
         sampled,
         token_ids,
+        token_ids if seen is None else seen,
         token_ids.stride(0),
+        0 if seen is None else seen.stride(0),
         token_ids.shape[1],
         batch_size,
+        HAS_SEEN=seen is not None,
         BLOCK=block,
-        num_warps=max(1, block // 32),
+        num_warps=block // 32,
         **pdl_options(rows.device),
     )

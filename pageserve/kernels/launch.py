@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, the tile product, and the small facts that every launcher needs.
+"""Launching and compiling kernels, programmatic dependent launch, and the tile product.
 
 A kernel launched with ``launch_pdl`` may start while its predecessor still runs. The rule here:
 a kernel reads constants (weights) at will, calls :func:`pdl_wait` before it touches anything else,
@@ -8,6 +8,9 @@ when a kernel starts, and all are once it has waited.
 
 import functools
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +18,39 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+_compiling = False
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch ``kernel`` on ``grid``; within :func:`compile_ahead` have it compiled instead."""
+    if _compiling:
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def compiling() -> bool:
+    """Whether launches only compile, so that nothing they were to write is there."""
+    return _compiling
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Within the ``with``, compile what is launched, in threads side by side, and run nothing.
+
+    A cold start compiles dozens of kernels; one after the other they take several times as long.
+    Raises what the compiler raised.
+    """
+    global _compiling
+    threads = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+    _compiling = True
+    try:
+        with threads, triton.AsyncCompileMode(threads):
+            yield
+    finally:
+        _compiling = False
 
 
 @triton.jit

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch.nn import functional
 
 from pageserve.kernels.activation import silu_mul
-from pageserve.kernels.launch import INTERPRETED, check, dot, num_sms, pdl_options, pdl_wait
+from pageserve.kernels.launch import (
+    INTERPRETED,
+    check,
+    compiling,
+    dot,
+    launch,
+    num_sms,
+    pdl_options,
+    pdl_wait,
+)
 from pageserve.kernels.rms_norm import rms_norm
 
 MAX_SKINNY_ROWS = 64
@@ -189,7 +198,9 @@ def gemv(
     check(not (silu and bias is not None), "SiLU·mul takes no bias")
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = config or gemv_config(n, k, silu)
-    _gemv_kernel[(triton.cdiv(n, block_n),)](
+    launch(
+        _gemv_kernel,
+        (triton.cdiv(n, block_n),),
         x,
         weight,
         _or(bias, x),
@@ -221,7 +232,7 @@ def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 # --- skinny GEMM ----------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr,  # [M, K]
     w_ptr,  # [N, K], or [2N, K] if SILU
@@ -300,13 +311,22 @@ def _zero_counters(device: torch.device) -> torch.Tensor:
 
 
 def skinny_config(n: int, k: int, silu: bool, device: torch.device) -> SkinnyConfig:
-    """Return the tiling for ``n`` outputs of ``k`` columns: parts of K to occupy the device."""
-    block_n = 32 if n < 1 << 14 else 64
-    wanted = num_sms(device) * (1 if silu else 2) / triton.cdiv(n, block_n)
+    """Return the tiling for ``n`` outputs of ``k`` columns (``silu``: of two weights).
+
+    From a sweep on an H200: 64 outputs a tile, and parts of K until the tiles about fill the
+    device; longer tiles of K only where a part has room for several.
+    """
+    tiles = triton.cdiv(n, 64)
+    if silu:
+        if tiles >= num_sms(device):
+            return SkinnyConfig(64, 64, 1, 4, 4)
+        return SkinnyConfig(32, 128, 1, 4, 3)
     split_k = 1
-    while split_k < 8 and split_k * 1.5 <= wanted and (2 * split_k) * 224 <= k:
+    while split_k < 8 and tiles * split_k * 4 <= num_sms(device) * 3 and k >= 448 * split_k:
         split_k *= 2
-    return SkinnyConfig(block_n, 128, split_k, 4, 4)
+    if k < 512 * split_k:
+        return SkinnyConfig(64, 64, split_k, 4, 6)
+    return SkinnyConfig(64, 128, split_k, 4, 4 if split_k > 1 else 3)
 
 
 def skinny_gemm(
@@ -330,7 +350,9 @@ def skinny_gemm(
     block_n, block_k, split_k, warps, stages = config or skinny_config(n, k, silu, x.device)
     size = split_k * m * n * (2 if silu else 1) if split_k > 1 else 0
     partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    _skinny_kernel[(triton.cdiv(n, block_n), split_k)](
+    launch(
+        _skinny_kernel,
+        (triton.cdiv(n, block_n), split_k),
         x,
         weight,
         _or(bias, x),
@@ -458,6 +480,10 @@ class LinearChooser:
                 "norm_weight": random(k) if norm else None,
                 "silu": silu,
             }
+            if compiling():
+                for candidate in candidates.values():
+                    candidate(x, weight, **options)
+                return library_linear
             weights = self._copies(weight)
             self.times[key] = times = {
                 name: self._time(f, x, weights, options) for name, f in candidates.items()

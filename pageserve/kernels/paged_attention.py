@@ -9,12 +9,13 @@ A layer's pool is [2, num_blocks, num_kv_heads, block_size, head_dim]; blocks ar
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from pageserve.kernels.launch import check, dot, num_sms, pdl_options, pdl_wait
+from pageserve.kernels.launch import check, dot, launch, num_sms, pdl_options, pdl_wait
 
 LOG2_E = 1.4426950408889634
 
@@ -33,13 +34,24 @@ class DecodePlan:
     block_n: int  # tokens per tile
 
 
-def _tile_shape(head_dim: int, dtype: torch.dtype, rows: int) -> tuple[int, int, int, int]:
-    """Return (tokens per tile, warps, stages, programs per multiprocessor) of a decode."""
+class DecodeConfig(NamedTuple):
+    """How a decode is cut and compiled."""
+
+    block_n: int  # tokens per tile
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs per multiprocessor
+    merge_tile: int  # elements of a row's parts that are merged at a time
+
+
+def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
+    """Return how to decode ``rows`` rows. Few rows have many parts each, which want to be merged
+    many at a time; many rows want more programs on a multiprocessor, so fewer registers each."""
     if dtype == torch.float32:
-        return 32, 4, 2, 2
+        return DecodeConfig(32, 4, 2, 2, 8192)
     if rows <= 8:
-        return 128, 4, 4, 2
-    return (128 if head_dim <= 64 else 64), 4, 5, 2
+        return DecodeConfig(128, 4, 4, 2, 8192)
+    return DecodeConfig(128 if head_dim <= 64 else 64, 4, 5, 2, 8192)
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:
@@ -47,7 +59,7 @@ def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) ->
     return max(1, num_sms(device) * per_sm // num_kv_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "num_counters"])
 def _plan_kernel(
     seq_lens_ptr,  # [R]
     query_start_loc_ptr,  # [R + 1], read if MIXED
@@ -108,9 +120,9 @@ def plan_decode(
     ``merge_cost`` is what merging one part of a row costs, in times of reading one tile.
     """
     device, rows = seq_lens.device, seq_lens.shape[0]
-    tile, _, _, per_sm = _tile_shape(head_dim, dtype, rows)
-    programs = num_programs or num_decode_programs(device, num_kv_heads, per_sm)
-    block_n = block_n or tile
+    config = decode_config(head_dim, dtype, rows)
+    programs = num_programs or num_decode_programs(device, num_kv_heads, config.per_sm)
+    block_n = block_n or config.block_n
     group = num_heads // num_kv_heads
     ints = {"dtype": torch.int32, "device": device}
     floats = {"dtype": torch.float32, "device": device}
@@ -123,7 +135,9 @@ def plan_decode(
         block_n=block_n,
     )
     block_p = 16
-    _plan_kernel[(triton.cdiv(programs, block_p),)](
+    launch(
+        _plan_kernel,
+        (triton.cdiv(programs, block_p),),
         seq_lens,
         seq_lens if query_start_loc is None else query_start_loc,
         plan.tile_start,
@@ -135,7 +149,7 @@ def plan_decode(
         programs,
         MIXED=query_start_loc is not None,
         BLOCK_N=block_n,
-        BLOCK_R=triton.next_power_of_2(rows),
+        BLOCK_R=max(64, triton.next_power_of_2(rows)),  # few variants to compile
         BLOCK_P=block_p,
         num_warps=4,
         **pdl_options(device),
@@ -152,12 +166,14 @@ def _merge_parts(
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
 ):
     """Return the normalised output [GROUP_PAD, D_PAD] of a row from its ``parts``.
 
     Other programs wrote them, so they are read where they are coherent.
     """
-    PARTS_PAD: tl.constexpr = 8192 // (GROUP_PAD * D_PAD) if GROUP_PAD * D_PAD < 8192 else 1
+    SIZE: tl.constexpr = GROUP_PAD * D_PAD
+    PARTS_PAD: tl.constexpr = MERGE_TILE // SIZE if SIZE < MERGE_TILE else 1
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
     part = tl.arange(0, PARTS_PAD)
@@ -222,7 +238,7 @@ def _rotated(
     return (x * cos[None, :] + pair * sin[None, :]).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _decode_kernel(
     query_ptr,  # [T, Hq, D]; if ROPE [R, Hq + 2 Hkv, D], unrotated, with the new k and v
     kv_ptr,  # [2, num_blocks, Hkv, BLOCK_SIZE, D]
@@ -243,7 +259,7 @@ def _decode_kernel(
     eps,
     R,
     query_stride,
-    kv_stride,
+    kv_stride: tl.int64,
     block_stride,
     table_stride,
     HAS_SLOTS: tl.constexpr,
@@ -257,6 +273,7 @@ def _decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGE_TILE: tl.constexpr,  # elements of the parts that are merged at a time
     PDL: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
@@ -362,7 +379,7 @@ def _decode_kernel(
                     merged = _merge_parts(
                         partial_ptr + first * GROUP * HEAD_DIM,
                         stats_ptr + first * 2 * GROUP,
-                        parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD,
+                        parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, MERGE_TILE,
                     )  # fmt: skip
                     merged_out = out_row + g[:, None] * HEAD_DIM + d[None, :]
                     tl.store(merged_out, merged.to(out_ptr.dtype.element_ty), mask=group_mask)
@@ -458,8 +475,10 @@ def _launch_decode(
     group, rows = num_heads // num_kv_heads, seq_lens.shape[0]
     if rows == 0:
         return
-    _, warps, stages, _ = _tile_shape(head_dim, query.dtype, rows)
-    _decode_kernel[(plan.first_row.shape[0], num_kv_heads)](
+    config = decode_config(head_dim, query.dtype, rows)
+    launch(
+        _decode_kernel,
+        (plan.first_row.shape[0], num_kv_heads),
         query,
         kv_cache,
         block_table,
@@ -493,8 +512,9 @@ def _launch_decode(
         D_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         BLOCK_N=plan.block_n,
-        num_warps=num_warps or warps,
-        num_stages=num_stages or stages,
+        MERGE_TILE=config.merge_tile,
+        num_warps=num_warps or config.num_warps,
+        num_stages=num_stages or config.num_stages,
         **pdl_options(query.device),
     )
 
@@ -560,7 +580,7 @@ def _prefill_tiles(
     return acc, running_max, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _prefill_kernel(
     query_ptr,  # [T, Hq, D]
     kv_ptr,  # [2, num_blocks, Hkv, BLOCK_SIZE, D]
@@ -572,7 +592,7 @@ def _prefill_kernel(
     scale_log2,
     R,
     query_stride,
-    kv_stride,
+    kv_stride: tl.int64,
     block_stride,
     table_stride,
     HAS_SLOTS: tl.constexpr,
@@ -681,7 +701,9 @@ def paged_prefill(
         group, head_dim, query.dtype, max_query_len
     )
     block_q = block_m // group
-    _prefill_kernel[(num_kv_heads, tokens // block_q + rows)](
+    launch(
+        _prefill_kernel,
+        (num_kv_heads, tokens // block_q + rows),
         query,
         kv_cache,
         block_table,

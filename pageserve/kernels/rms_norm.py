@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageserve.kernels.launch import pdl_options, pdl_wait
+from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
 
 @triton.jit
@@ -71,7 +71,9 @@ def _launch(
     if rows == 0:
         return
     block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(rows,)](
+    launch(
+        _rms_norm_kernel,
+        (rows,),
         x,
         residual,
         weight,

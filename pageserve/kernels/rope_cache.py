@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pageserve.kernels.launch import check, pdl_options, pdl_wait
+from pageserve.kernels.launch import check, launch, pdl_options, pdl_wait
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _rope_and_cache_kernel(
     k_norm_ptr,  # [D]
     q_out_ptr,  # [T, Hq, D]
     qkv_stride,
-    kv_stride,
+    kv_stride: tl.int64,
     block_stride,
     eps,
     num_heads,
@@ -140,7 +140,9 @@ def rope_and_cache(
     # Few tokens: spread the heads over programs. Many: let a program take all of a token's heads.
     block_heads = 2 if tokens < 64 else min(16, triton.next_power_of_2(total))
     norm = q_norm_weight is not None
-    _rope_and_cache_kernel[(tokens, triton.cdiv(total, block_heads))](
+    launch(
+        _rope_and_cache_kernel,
+        (tokens, triton.cdiv(total, block_heads)),
         qkv,
         positions,
         cos_sin,

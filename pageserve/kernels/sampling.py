@@ -20,11 +20,13 @@ of summation can change a result. A bracket is a range of depths: steps of 2**-1
 maximum, whole numbers, so that every stage places a token alike.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from pageserve.kernels.launch import pdl_options, pdl_wait
+from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
 GROUP = tl.constexpr(64)  # tokens whose maximum is kept for the bounds
 GREEDY_EPS = tl.constexpr(1e-5)
@@ -72,13 +74,25 @@ def _depth(x, row_max):
 
 
 @triton.jit
-def _load_logits(logits_ptr, ids, end, V):
-    """Return float32 logits at ``ids``, all below ``end``; -inf past the vocabulary."""
+def _load_logits(
+    logits_ptr, ids, end, V, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride,
+    PENALISED: tl.constexpr,
+):  # fmt: skip
+    """Return float32 logits at ``ids``, all below ``end``; -inf past the vocabulary. Those of seen
+    tokens are penalised."""
     if end <= V:  # without a mask the loads are wide whatever V divides by
         x = tl.load(logits_ptr + ids)
     else:
         x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
-    return x.to(tl.float32)
+    x = x.to(tl.float32)
+    if PENALISED:
+        penalty = tl.load(penalty_ptr + row)
+        if penalty != 1:
+            words = seen_ptr + tl.load(slots_ptr + row).to(tl.int64) * seen_stride + ids // 32
+            seen = (tl.load(words, mask=ids < V, other=0) >> (ids % 32)) & 1
+            lowered = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + penalty), x * penalty)
+            x = tl.where(seen != 0, lowered, x)
+    return x
 
 
 @triton.jit
@@ -95,11 +109,16 @@ def _statistics_kernel(
     best_ptr,  # [B, S] int32
     sums_ptr,  # [B, S]
     group_maxima_ptr,  # [B, S * CHUNK / GROUP], written if SCALED
+    seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
+    slots_ptr,  # [B]
+    penalty_ptr,  # [B]
     logits_stride,
+    seen_stride,
     V,
     S,
     SCALED: tl.constexpr,
     CHUNK: tl.constexpr,
+    PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     GROUPS: tl.constexpr = CHUNK // GROUP
@@ -108,7 +127,10 @@ def _statistics_kernel(
     groups = tl.arange(0, GROUPS)
     ids = chunk * CHUNK + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     pdl_wait(PDL)
-    x = _load_logits(logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V)
+    x = _load_logits(
+        logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V, row, seen_ptr, slots_ptr,
+        penalty_ptr, seen_stride, PENALISED,
+    )  # fmt: skip
     if SCALED:
         temperature = tl.load(temperature_ptr + row)
         temperature = tl.where(temperature < GREEDY_EPS, 1.0, temperature)
@@ -270,13 +292,18 @@ def _narrow_kernel(
     above_ptr,  # [3, B]
     targets_ptr,
     marks_ptr,  # [2, B, S, MARKS] int64
+    seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
+    slots_ptr,  # [B]
+    penalty_ptr,  # [B]
     logits_stride,
+    seen_stride,
     B,
     V,
     S,
     ROUND: tl.constexpr,  # 0: measure; 1: narrow by round 0 and measure again
     S_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     BLOCK: tl.constexpr = 512
@@ -304,7 +331,10 @@ def _narrow_kernel(
         for begin in range(0, CHUNK, BLOCK):
             start = chunk * CHUNK + begin
             ids = start + tl.arange(0, BLOCK)
-            x = _load_logits(logits_ptr + row * logits_stride, ids, start + BLOCK, V)
+            x = _load_logits(
+                logits_ptr + row * logits_stride, ids, start + BLOCK, V, row, seen_ptr, slots_ptr,
+                penalty_ptr, seen_stride, PENALISED,
+            )  # fmt: skip
             x = tl.div_rn(x, temperature)
             hit = _depth(x, row_max)[None, :] < marks[:, None]
             masses += tl.where(hit, _mass(x, row_max)[None, :], 0)
@@ -329,12 +359,17 @@ def _draw_kernel(
     best_id_ptr,  # [B, S]
     gathered_ptr,  # [B, V] float32, scaled logits
     gathered_ids_ptr,  # [B, V] int32
+    seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
+    slots_ptr,  # [B]
+    penalty_ptr,  # [B]
     logits_stride,
+    seen_stride,
     B,
     V,
     S,
     S_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -357,7 +392,10 @@ def _draw_kernel(
             tl.store(brackets_ptr + (2 * B + row) * 2, first)
             tl.store(brackets_ptr + (2 * B + row) * 2 + 1, end)
             tl.store(above_ptr + 2 * B + row, above)
-        x = _load_logits(logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V)
+        x = _load_logits(
+            logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V, row, seen_ptr,
+            slots_ptr, penalty_ptr, seen_stride, PENALISED,
+        )  # fmt: skip
         x = tl.div_rn(x, tl.zeros([CHUNK], tl.float32) + tl.load(temperature_ptr + row))
         depth = _depth(x, row_max)
         usable = (x > float("-inf")) & (tl.exp(x - row_max) >= tl.load(min_p_ptr + row))
@@ -565,10 +603,34 @@ def _logprob_kernel(
     tl.store(out_ptr + row, tl.where(token < 0, float("nan"), logprob))
 
 
-class _Statistics:
-    """The first stage's results for ``logits`` [B, V], scaled by ``temperature`` [B] if given."""
+class RepetitionPenalties(NamedTuple):
+    """What divides (or, below 0, multiplies) the logits of tokens that a request has already."""
 
-    def __init__(self, logits: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
+    penalty: torch.Tensor  # [B] float32, 1: none
+    slots: torch.Tensor  # [B] int32, each row's in `seen`
+    seen: torch.Tensor  # [slots, at least V / 32] int32, bit i of word w for token 32 * w + i
+
+
+def _penalty_arguments(
+    logits: torch.Tensor, penalties: RepetitionPenalties | None
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Return the kernels' arguments: pointers, stride and flag."""
+    if penalties is None:
+        return [logits] * 3, [0], {"PENALISED": False}
+    penalty, slots, seen = penalties
+    return [seen, slots, penalty], [seen.stride(0)], {"PENALISED": True}
+
+
+class _Statistics:
+    """The first stage's results for ``logits`` [B, V], penalised and scaled by ``temperature`` [B]
+    where given."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor | None = None,
+        penalties: RepetitionPenalties | None = None,
+    ) -> None:
         rows, self.vocab = logits.shape
         # Fixed by the vocabulary alone, so a row's sums do not depend on the batch around it.
         self.chunk = 4096 if self.vocab > 4096 else max(512, triton.next_power_of_2(self.vocab))
@@ -581,18 +643,24 @@ class _Statistics:
         self.sums = torch.empty(shape, dtype=torch.float32, device=device)
         groups = (rows, self.num_groups) if temperature is not None else (0,)
         self.group_maxima = torch.empty(groups, dtype=torch.float32, device=device)
-        _statistics_kernel[(rows, self.splits)](
+        pointers, stride, flag = _penalty_arguments(logits, penalties)
+        launch(
+            _statistics_kernel,
+            (rows, self.splits),
             logits,
             temperature if temperature is not None else self.maxima,
             self.maxima,
             self.best,
             self.sums,
             self.group_maxima,
+            *pointers,
             logits.stride(0),
+            *stride,
             self.vocab,
             self.splits,
             SCALED=temperature is not None,
             CHUNK=self.chunk,
+            **flag,
             num_warps=8 if self.chunk >= 4096 else 4,
             **pdl_options(device),
         )
@@ -628,8 +696,16 @@ def apply_bitmasks(logits: torch.Tensor, index: torch.Tensor, bitmasks: torch.Te
     token i, 32 * W at least V."""
     num_rows, vocab = logits.shape
     grid = (num_rows, triton.cdiv(vocab, 4096))
-    _bitmask_kernel[grid](
-        logits, index, bitmasks, logits.stride(0), vocab, bitmasks.shape[1], BLOCK=4096
+    launch(
+        _bitmask_kernel,
+        grid,
+        logits,
+        index,
+        bitmasks,
+        logits.stride(0),
+        vocab,
+        bitmasks.shape[1],
+        BLOCK=4096,
     )
 
 
@@ -643,7 +719,9 @@ def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     if rows == 0:
         return sampled
     stats = _Statistics(logits)
-    _greedy_kernel[(rows,)](
+    launch(
+        _greedy_kernel,
+        (rows,),
         stats.maxima,
         stats.best,
         stats.sums,
@@ -665,20 +743,22 @@ def sample(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    penalties: RepetitionPenalties | None = None,
 ) -> torch.Tensor:
     """Return one id per row of ``logits`` [B, V] as int64 [B]; -1 as in :func:`greedy_sample`.
 
     Per row: ``temperature`` float32 (below 1e-5: greedy), ``top_k`` int32 (0 or less: off),
     ``top_p`` and ``min_p`` float32, ``seeds`` int64 (the 64 bits of the key), ``positions`` int32
-    (index of the token among the outputs). min-p applies first, then top-k, then top-p to what is
-    left, renormalised.
+    (index of the token among the outputs). ``penalties`` come first of all; then min-p applies,
+    then top-k, then top-p to what is left, renormalised.
     """
     rows, vocab = logits.shape
     device = logits.device
     sampled = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
         return sampled
-    stats = _Statistics(logits, temperature)
+    stats = _Statistics(logits, temperature, penalties)
+    pointers, stride, flag = _penalty_arguments(logits, penalties)
     row_max = torch.empty(rows, dtype=torch.float32, device=device)
     totals, targets = torch.empty(2, rows, dtype=torch.int64, device=device)
     brackets = torch.empty(3, rows, 2, dtype=torch.int32, device=device)
@@ -690,7 +770,9 @@ def sample(
     best_value = torch.empty(rows, stats.splits, dtype=torch.float32, device=device)
     best_id = torch.empty(rows, stats.splits, dtype=torch.int32, device=device)
     pdl = pdl_options(device)
-    _bounds_kernel[(rows,)](
+    launch(
+        _bounds_kernel,
+        (rows,),
         stats.maxima,
         stats.best,
         stats.sums,
@@ -715,7 +797,9 @@ def sample(
         **pdl,
     )
     for narrowing in range(2):
-        _narrow_kernel[(rows, stats.splits)](
+        launch(
+            _narrow_kernel,
+            (rows, stats.splits),
             logits,
             temperature,
             row_max,
@@ -723,7 +807,9 @@ def sample(
             above,
             targets,
             marks,
+            *pointers,
             logits.stride(0),
+            *stride,
             rows,
             vocab,
             stats.splits,
@@ -731,9 +817,12 @@ def sample(
             S_PAD=stats.splits_pad,
             CHUNK=stats.chunk,
             num_warps=4,
+            **flag,
             **pdl,
         )
-    _draw_kernel[(rows, stats.splits)](
+    launch(
+        _draw_kernel,
+        (rows, stats.splits),
         logits,
         temperature,
         min_p,
@@ -749,16 +838,21 @@ def sample(
         best_id,
         gathered,
         gathered_ids,
+        *pointers,
         logits.stride(0),
+        *stride,
         rows,
         vocab,
         stats.splits,
         S_PAD=stats.splits_pad,
         CHUNK=stats.chunk,
         num_warps=8 if stats.chunk >= 4096 else 4,
+        **flag,
         **pdl,
     )
-    _pick_kernel[(rows,)](
+    launch(
+        _pick_kernel,
+        (rows,),
         seeds,
         positions,
         top_k,
@@ -791,7 +885,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     if rows == 0:
         return out
     stats = _Statistics(logits)
-    _logprob_kernel[(rows,)](
+    launch(
+        _logprob_kernel,
+        (rows,),
         logits,
         token_ids,
         stats.maxima,

@@ -100,12 +100,14 @@ class DecoderForCausalLM(Module):
         kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool."""
+        """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool.
+
+        A pool of fewer layers than the model's runs only the first ones: see ``rehearse``."""
         step = AttentionStep.build(
             positions, self.cos_sin, kv_cache, metadata, self.backend, self.config.num_heads
         )
         hidden = self.embed_tokens(input_ids)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=False):
             hidden = layer(hidden, layer_cache, step)
         return hidden
 

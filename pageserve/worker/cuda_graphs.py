@@ -5,8 +5,8 @@ so the host sends some bytes and one launch a step. There are two kinds of bucke
 one token per row, and mixed steps, in which ``num_tokens`` are shared among the rows in any way.
 Padding rows have slot -1: they read token 0, write no KV and attend to nothing.
 
-A step with rows that want more than the sampling kernels do (penalties, biases, log probabilities)
-ends at its logits, from which the caller samples: see :class:`Ending`. The masks of rows under a
+A step with rows that want more than the sampling kernels do (biases, allow-lists, log probabilities
+…) ends at its logits, from which the caller samples: see :class:`Ending`. The masks of rows under a
 grammar come along with the step, and a bucket that has some applies them.
 """
 
@@ -14,17 +14,24 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
-from pageserve.attention.triton import LongRow, TritonBackend
+from pageserve.attention.triton import SQUARE, LongRow, TritonBackend
 from pageserve.kernels.input_batch import (
     InputBuffers,
     prepare_decode,
     prepare_inputs,
     store_sampled,
 )
-from pageserve.kernels.sampling import apply_bitmasks, greedy_sample, sample
+from pageserve.kernels.launch import compile_ahead, compiling
+from pageserve.kernels.sampling import (
+    RepetitionPenalties,
+    apply_bitmasks,
+    greedy_sample,
+    sample,
+)
 from pageserve.messages import NewRequestData, SchedulerOutput
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.utils import cdiv
@@ -33,6 +40,8 @@ from pageserve.worker.request_states import RequestStates, to_device
 STAGES = 3  # host buffers in turn: two steps may be in flight while a third is prepared
 MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch kernel by kernel
 TILE = 128  # tokens that larger steps are padded to a multiple of
+REHEARSAL_TOKENS = SQUARE  # that the pool of a rehearsal holds
+GRAPH_BYTES = 4 << 20  # of a graph itself, beside what its step allocates
 
 
 class Ending(Enum):
@@ -100,6 +109,7 @@ class CUDAGraphRunner:
         self.kv_cache = kv_cache
         self.states = states
         self.vocab_limit = vocab_limit
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.block_size = kv_cache.shape[4]
         self.device = kv_cache.device
         self.backend = TritonBackend()
@@ -120,12 +130,12 @@ class CUDAGraphRunner:
         self.replayed_tokens = 0  # size of the graph that the last step replayed, 0: it used none
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
-        self._sampling = _SamplingTable(max_num_seqs, self.device)
+        self._wanted: list[GraphKey] = []  # to be captured when there is time
+        self._sampling = _SamplingTable(max_num_seqs, vocab_limit, self.device)
 
-    def keys(self) -> list[GraphKey]:
-        """Buckets to capture at start-up, largest first, so that the smaller ones reuse the memory
-        of the larger. Only greedy ones, without masks: the others are captured when they are first
-        needed."""
+    def keys(self, ending: Ending) -> list[GraphKey]:
+        """Buckets to capture, largest first, so that the smaller ones reuse the memory of the
+        larger."""
         decode = [(n, n, True) for n in reversed(self.row_sizes)]
         mixed = [
             (tokens, rows, False)
@@ -133,26 +143,71 @@ class CUDAGraphRunner:
             for rows in reversed(self.mixed_row_sizes)
             if rows <= _bucket(self.mixed_row_sizes, min(tokens, self.mixed_row_sizes[-1]))
         ]
-        return [GraphKey(*shape, Ending.GREEDY) for shape in mixed + decode]
+        return [GraphKey(*shape, ending) for shape in mixed + decode]
+
+    @torch.inference_mode()
+    def rehearse(self, capturing: bool) -> int:
+        """Compile what any step may launch, all at once, and allocate what the largest one does.
+
+        Returns the bytes that capturing graphs will take (0 without ``capturing``). The pool may
+        have fewer layers than the model: then only those are run, which compiles the same.
+        """
+        graph_bytes = 0
+        with compile_ahead():
+            self._measure()
+            for ending in Ending:
+                self._run(self._largest_key(ending))
+            keys = self.keys(Ending.GREEDY)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self._run(keys[0])
+            if capturing:
+                graph_bytes = torch.cuda.max_memory_allocated() - before
+                graph_bytes += len(Ending) * len(keys) * GRAPH_BYTES
+            for key in keys[1:]:
+                self._run(key)
+            for size in (self.row_sizes[0], self.row_sizes[-1]):
+                self._run(GraphKey(size, size, True, Ending.DRAW))
+                self._run(GraphKey(size, size, True, Ending.GREEDY, masked=True))
+        return graph_bytes
+
+    def _measure(self) -> None:
+        num_heads, longest = self.model.config.num_heads, self.max_num_batched_tokens
+        self.backend.measure(self.kv_cache, num_heads, min(longest, self.states.max_model_len))
+
+    def _largest_key(self, ending: Ending) -> GraphKey:
+        tokens = cdiv(self.max_num_batched_tokens, TILE) * TILE
+        return GraphKey(tokens, self.row_sizes[-1], False, ending)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket; without it steps are launched kernel by kernel. The table is not
-        changed: all rows are padding."""
-        self.backend.measure(self.kv_cache, self.model.config.num_heads)
-        keys = self.keys()
+        """Capture every bucket of greedy steps; without it steps are launched kernel by kernel.
+        The others are left to :meth:`capture_next`. The table is not changed: all rows are padding.
+        """
+        self._measure()
+        keys = self.keys(Ending.GREEDY)
         self._pool = torch.cuda.graph_pool_handle()
+        self._capture_stream = torch.cuda.Stream()  # one for all: memory is reused within a stream
+        self._wanted = [key for e in (Ending.LOGITS, Ending.DRAW) for key in reversed(self.keys(e))]
         for i, key in enumerate(keys):
             self._capture(key)
             if progress is not None:
                 progress(i + 1, len(keys))
-        for rows in self.mixed_row_sizes:  # compile what larger steps need
-            self._run(GraphKey(self.token_sizes[-1] + TILE, rows, False, Ending.GREEDY))
         torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more bucket, while no step is in flight; False if none is left."""
+        while self._wanted:
+            key = self._wanted.pop()
+            if key not in self._graphs:
+                self._capture_between_steps(key)
+                return True
+        return False
 
     def _capture(self, key: GraphKey) -> torch.cuda.CUDAGraph:
         """Capture one bucket; steps in flight finish first."""
-        stream = torch.cuda.Stream()
+        stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run(key)  # compiles what this bucket needs, and warms the libraries up
@@ -170,6 +225,11 @@ class CUDAGraphRunner:
         """Note how requests that enter the table sample."""
         if new_requests:
             self._sampling.put(new_requests)
+
+    def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Note tokens that were sampled from the logits of a step, ``token_ids`` [n] of ``slots``
+        [n] int64, both on the device."""
+        self._sampling.see(slots, token_ids)
 
     def key_for(self, step: SchedulerOutput) -> GraphKey:
         """Return the bucket of a step."""
@@ -277,6 +337,8 @@ class CUDAGraphRunner:
                 rows, query_start_loc, table, blocks, self.block_size, key.num_tokens, max_query_len
             )
             row_slots = rows[:, 0].clamp_min(0)
+            if compiling():  # nothing was prepared, and a lookup of random ids is an error
+                input_ids.zero_()
         metadata = self.backend.build_metadata(
             query_start_loc,
             seq_lens,
@@ -298,19 +360,24 @@ class CUDAGraphRunner:
             apply_bitmasks(logits, self.inputs.masks[:num_rows], self.inputs.bitmasks)
         if key.ending is Ending.DRAW:
             sampled = sample(logits, *self._sampling.rows(row_slots, last[:, 1] + 1))
+            store_sampled(last, sampled, table, self._sampling.seen)
         else:
             sampled = greedy_sample(logits)
-        store_sampled(last, sampled, table)
+            store_sampled(last, sampled, table)
         self.inputs.sampled[:num_rows].copy_(sampled)
 
 
 class _SamplingTable:
     """How each slot samples, on the device, in the form the sampling kernel takes."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.floats = torch.zeros(3, max_num_seqs, device=device)  # temperature, top_p, min_p
+    def __init__(self, max_num_seqs: int, vocab_limit: int, device: torch.device) -> None:
+        # temperature, top_p, min_p, repetition_penalty
+        self.floats = torch.zeros(4, max_num_seqs, device=device)
         self.ints = torch.zeros(2, max_num_seqs, dtype=torch.int32, device=device)  # top_k, prompt
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # A bit for every token of a slot, right where the request has a repetition penalty.
+        words = cdiv(vocab_limit, 32)
+        self.seen = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
         self.draws = [False] * max_num_seqs
         self.special = [False] * max_num_seqs  # wants more than the kernel does
 
@@ -318,11 +385,19 @@ class _SamplingTable:
         """Enter requests, greedy ones too: among drawing rows they need their temperature of 0."""
         for new in new_requests:
             p = new.sampling_params
-            self.draws[new.slot] = not p.greedy
-            self.special[new.slot] = p.logprobs is not None or p.edits_logits
+            penalised = p.repetition_penalty != 1.0
+            self.draws[new.slot] = penalised or not p.greedy
+            self.special[new.slot] = p.logprobs is not None or (
+                msgspec.structs.replace(p, repetition_penalty=1.0).edits_logits
+            )
+            if penalised:
+                bits = to_device(torch.from_numpy(self._bits(new.token_ids)), self.seen.device)
+                self.seen[new.slot] = bits
         params = [n.sampling_params for n in new_requests]
         slots = torch.tensor([n.slot for n in new_requests])
-        floats = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params])
+        floats = torch.tensor(
+            [[p.temperature, p.top_p, p.min_p, p.repetition_penalty] for p in params]
+        )
         ints = torch.tensor(
             [[p.top_k, n.num_prompt_tokens] for p, n in zip(params, new_requests, strict=True)],
             dtype=torch.int32,
@@ -335,19 +410,32 @@ class _SamplingTable:
         self.ints[:, slots] = ints.t()
         self.seeds[slots] = seeds
 
+    def _bits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return the row of ``seen`` that has exactly these tokens."""
+        seen = np.zeros(self.seen.shape[1] * 32, dtype=bool)
+        ids = np.asarray(token_ids)
+        seen[ids[ids < len(seen)]] = True
+        return np.packbits(seen, bitorder="little").view("<i4")
+
+    def see(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Set the bits of sampled ``token_ids`` [n] (-1: none) of different ``slots`` [n]."""
+        ids = token_ids.clamp_min(0)
+        self.seen[slots, ids // 32] |= torch.ones_like(ids, dtype=torch.int32) << (ids % 32).int()
+
     def ending(self, slots: Sequence[int]) -> Ending:
         """Return how a step must end in which ``slots`` sample."""
         if any(self.special[slot] for slot in slots):
             return Ending.LOGITS
         return Ending.DRAW if any(self.draws[slot] for slot in slots) else Ending.GREEDY
 
-    def rows(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (temperature, top_k, top_p, min_p, seeds, output positions) of ``slots`` [n],
-        whose requests have ``num_tokens`` [n] tokens so far."""
-        temperature, top_p, min_p = self.floats.index_select(1, slots).unbind()
+    def rows(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> tuple[Any, ...]:
+        """Return (temperature, top_k, top_p, min_p, seeds, output positions, penalties) of
+        ``slots`` [n], whose requests have ``num_tokens`` [n] tokens so far."""
+        temperature, top_p, min_p, repetition = self.floats.index_select(1, slots).unbind()
         top_k, num_prompt_tokens = self.ints.index_select(1, slots).unbind()
         seeds = self.seeds.index_select(0, slots)
-        return temperature, top_k, top_p, min_p, seeds, num_tokens - num_prompt_tokens
+        penalties = RepetitionPenalties(repetition, slots, self.seen)
+        return temperature, top_k, top_p, min_p, seeds, num_tokens - num_prompt_tokens, penalties
 
 
 def _make_stage(max_rows: int, vocab_limit: int, **where: Any) -> _Stage:

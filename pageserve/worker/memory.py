@@ -40,6 +40,19 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
     return per_token * block_size
 
 
+def activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """About what the largest step of a resolved ``config`` takes on a GPU, which the worker finds
+    out by trying: hidden states, projections and MLP of its tokens, logits and scratch of its
+    rows."""
+    scheduler = config.scheduler
+    assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+    heads = model.num_heads + 2 * model.num_kv_heads
+    per_token = 3 * model.hidden_size + heads * model.head_dim + 3 * model.intermediate_size
+    size = DTYPE_BYTES[config.model.dtype]
+    tokens = scheduler.max_num_batched_tokens * per_token * size
+    return tokens + scheduler.max_num_seqs * model.vocab_size * (2 * size + 8)
+
+
 def plan_memory(
     config: EngineConfig, model: ModelConfig, *, num_params: int, free_bytes: int | None
 ) -> MemoryPlan:

@@ -169,7 +169,9 @@ class ModelRunner:
             rows, self.states.token_ids, self.vocab_limit, self.eos_token_ids, self.device
         )
         sampled = self.sampler(logits.float(), metadata)
-        self.states.record(rows, sampled.token_ids)
+        slots = self.states.record(rows, sampled.token_ids)
+        if self.graphs is not None:
+            self.graphs.record(slots, sampled.token_ids)
         wants = [-1 if (k := row.params.logprobs) is None else k for row in rows]
         return self._handle(step.step_id, sampled, wants, scores)
 

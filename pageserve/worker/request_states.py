@@ -82,8 +82,9 @@ class RequestStates:
             bitmask,
         )
 
-    def record(self, rows: Sequence[RowSampling], token_ids: torch.Tensor) -> None:
-        """Append the sampled ``token_ids`` [n], on the device, to the tokens of ``rows``.
+    def record(self, rows: Sequence[RowSampling], token_ids: torch.Tensor) -> torch.Tensor:
+        """Append the sampled ``token_ids`` [n], on the device, to the tokens of ``rows``; return
+        the rows' slots [n] int64.
 
         A -1 (corrupted row) is stored as 0: its request ends as soon as the host sees the -1, but
         a step that is already planned may still read the place.
@@ -91,6 +92,7 @@ class RequestStates:
         places = np.array([(row.slot, row.num_tokens) for row in rows], dtype=np.int64).T
         slots, positions = to_device(torch.from_numpy(places.copy()), self.device)
         self.token_ids[slots, positions] = token_ids.clamp_min(0).to(torch.int32)
+        return slots
 
 
 class _Scatter:

@@ -4,9 +4,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +21,13 @@ from pageserve.messages import SchedulerOutput
 from pageserve.model_config import ModelConfig, load_model_config
 from pageserve.models import load_model
 from pageserve.tokenizer import load_tokenizer
-from pageserve.worker.memory import DTYPE_BYTES, GIB, MemoryPlan, plan_memory
+from pageserve.utils import cdiv
+from pageserve.worker.memory import GIB, MemoryPlan, plan_memory
 from pageserve.worker.model_runner import ModelRunner, StepHandle
+from pageserve.worker.request_states import RequestStates
+
+if TYPE_CHECKING:  # imports Triton, which only CUDA machines need to have
+    from pageserve.worker.cuda_graphs import CUDAGraphRunner
 
 logger = logging.getLogger("pageserve.worker")
 
@@ -44,25 +51,30 @@ class Worker:
         assert config.scheduler.max_num_seqs is not None
 
         backend = make_backend(config, self.model_config)
-        self.model = load_model(
-            path,
-            self.model_config,
-            backend=backend,
-            dtype=dtype,
-            device=torch.device(device),
-            max_model_len=config.model.max_model_len,
-            progress=progress,
-        )
+        with _naming_flags("the weights", "a smaller model, or a --dtype of fewer bytes"):
+            self.model = load_model(
+                path,
+                self.model_config,
+                backend=backend,
+                dtype=dtype,
+                device=torch.device(device),
+                max_model_len=config.model.max_model_len,
+                progress=progress,
+            )
+        self.tokenizer = load_tokenizer(path)
+        vocab_limit = min(self.tokenizer.size, self.model_config.vocab_size)
+        graph_bytes = 0
+        if config.model.attention_backend == "triton" and device == "cuda":
+            graph_bytes = self._rehearse(config, vocab_limit, dtype, progress)
         plan = plan_memory(
             config,
             self.model_config,
             num_params=sum(p.numel() for p in self.model.parameters()),
-            free_bytes=free_device_bytes(config),
+            free_bytes=free_device_bytes(config, graph_bytes),
         )
         self.num_kv_blocks = plan.num_blocks
         self.memory_bytes = {"weights": plan.weight_bytes, "kv_cache": plan.pool_bytes}
         model = self.model_config
-        self.tokenizer = load_tokenizer(path)
         kv_cache = allocate_kv_cache(plan, model, dtype, device)
         self.runner = ModelRunner(
             self.model,
@@ -70,7 +82,7 @@ class Worker:
             kv_cache,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=config.model.max_model_len,
-            vocab_limit=min(self.tokenizer.size, model.vocab_size),
+            vocab_limit=vocab_limit,
             eos_token_ids=list(model.eos_token_ids),
             timed=config.scheduler.trace is not None,
         )
@@ -93,26 +105,67 @@ class Worker:
         if model.context_note:
             logger.warning("%s", model.context_note)
 
+    def _rehearse(
+        self,
+        config: EngineConfig,
+        vocab_limit: int,
+        dtype: torch.dtype,
+        progress: Callable[[str, int, int], None] | None,
+    ) -> int:
+        """Compile the kernels and meet the largest steps, on a pool of one layer; return the bytes
+        to leave for graphs. What the largest step takes stays reserved, and so is counted."""
+        from pageserve.worker.cuda_graphs import REHEARSAL_TOKENS
+
+        if progress is not None:
+            progress("compiling kernels", 0, 0)
+        model, block_size = self.model_config, config.cache.block_size
+        shape = (1, 2, cdiv(REHEARSAL_TOKENS, block_size), model.num_kv_heads, block_size)
+        with _naming_flags("the largest step", "--max-num-batched-tokens or --max-num-seqs"):
+            kv_cache = torch.zeros(*shape, model.head_dim, dtype=dtype, device="cuda")
+            assert config.scheduler.max_num_seqs is not None
+            assert config.model.max_model_len is not None
+            states = RequestStates(
+                config.scheduler.max_num_seqs,
+                config.model.max_model_len,
+                block_size,
+                kv_cache.device,
+            )
+            graphs = self._make_graphs(config, kv_cache, states, vocab_limit)
+            return graphs.rehearse(capturing=not config.scheduler.enforce_eager)
+
     def _use_graphs(
         self, config: EngineConfig, progress: Callable[[str, int, int], None] | None
     ) -> None:
+        runner = self.runner
+        graphs = self._make_graphs(config, runner.kv_cache, runner.states, runner.vocab_limit)
+        if config.model.device == "cuda" and not config.scheduler.enforce_eager:
+            with _naming_flags("CUDA graphs", "--gpu-memory-utilization or --max-num-seqs"):
+                graphs.capture(
+                    None
+                    if progress is None
+                    else lambda n, of: progress("capturing CUDA graphs", n, of)
+                )
+        runner.graphs = graphs
+
+    def _make_graphs(
+        self,
+        config: EngineConfig,
+        kv_cache: torch.Tensor,
+        states: RequestStates,
+        vocab_limit: int,
+    ) -> "CUDAGraphRunner":
         from pageserve.worker.cuda_graphs import CUDAGraphRunner
 
         assert config.scheduler.max_num_seqs is not None
         assert config.scheduler.max_num_batched_tokens is not None
-        graphs = CUDAGraphRunner(
+        return CUDAGraphRunner(
             self.model,
-            self.runner.kv_cache,
-            self.runner.states,
-            vocab_limit=self.runner.vocab_limit,
+            kv_cache,
+            states,
+            vocab_limit=vocab_limit,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
-        if config.model.device == "cuda" and not config.scheduler.enforce_eager:
-            graphs.capture(
-                None if progress is None else lambda n, of: progress("capturing CUDA graphs", n, of)
-            )
-        self.runner.graphs = graphs
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step."""
@@ -122,6 +175,19 @@ class Worker:
     def replayed_tokens(self) -> int:
         """Size of the CUDA graph that the last step replayed, 0 if it used none."""
         return 0 if self.runner.graphs is None else self.runner.graphs.replayed_tokens
+
+    def prepare_idle(self) -> bool:
+        """Spend a moment without work on what later steps will want; False: nothing is left."""
+        return self.runner.graphs is not None and self.runner.graphs.capture_next()
+
+
+@contextmanager
+def _naming_flags(what: str, remedy: str) -> Iterator[None]:
+    """Turn the device's running out of memory into a :class:`ConfigError` that says what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"no GPU memory for {what}: choose {remedy}") from error
 
 
 def allocate_kv_cache(
@@ -173,13 +239,12 @@ def resolve(config: EngineConfig, model: ModelConfig, device: str) -> EngineConf
 
 
 def free_device_bytes(config: EngineConfig, reserve: int = 0) -> int | None:
-    """Bytes of GPU memory the pool may take, less ``reserve`` parameters that are still to be
-    loaded; None where the host's memory counts instead."""
+    """Bytes of GPU memory the pool may take, less ``reserve`` bytes for what is still to come; None
+    where the host's memory counts instead."""
     if config.model.device != "cuda":
         return None
     free, total = torch.cuda.mem_get_info()
-    to_load = reserve * DTYPE_BYTES[config.model.dtype]
-    return int(total * config.cache.gpu_memory_utilization) - (total - free) - to_load
+    return int(total * config.cache.gpu_memory_utilization) - (total - free) - reserve
 
 
 def make_backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:

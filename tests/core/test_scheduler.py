@@ -47,6 +47,28 @@ def test_long_prompt_is_chunked_and_samples_once() -> None:
     assert not any(s.new_requests or s.rows[0].new_block_ids for s in driver.steps[1:])
 
 
+def test_prompt_that_fits_a_step_is_not_cut_for_a_sliver() -> None:
+    driver = Driver(create_scheduler(max_num_batched_tokens=32, max_num_seqs=4))
+    driver.add(create_request("a", 28, max_tokens=1))
+    driver.add(create_request("b", 24, max_tokens=1))  # the 4 tokens left are less than a quarter
+    driver.add(create_request("c", 40, max_tokens=1))  # has to be cut anyway
+    driver.run()
+    chunks = [[span[1:] for span in spans(s)] for s in driver.steps]
+    assert chunks == [[(0, 28)], [(0, 24), (0, 8)], [(8, 32)]]
+    driver.check_tokens()
+
+
+def test_sliver_rule_starves_nobody() -> None:
+    """Decodes that leave every step less than a quarter of a prompt do not keep it out."""
+    driver = Driver(create_scheduler(max_num_batched_tokens=32, max_num_seqs=30))
+    for n in range(28):
+        driver.add(create_request(f"d{n}", 1, max_tokens=60))
+    driver.step()
+    driver.add(create_request("prompt", 30, max_tokens=1))
+    driver.step()
+    assert spans(driver.steps[-1])[-1] == (28, 0, 4)
+
+
 def test_decodes_come_first_and_are_never_short_of_budget() -> None:
     """C071: long prompts that keep coming do not hold up a running stream."""
     driver = Driver(create_scheduler(num_blocks=512, max_num_batched_tokens=64))

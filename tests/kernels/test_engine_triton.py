@@ -81,7 +81,7 @@ def test_long_chunks_through_the_library(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "TILE", 8)
     monkeypatch.setattr(triton, "LONG_QUERY", 3)
     monkeypatch.setattr(triton, "SQUARE", 8)
-    monkeypatch.setattr(triton.TritonBackend, "library_cost", 0.1)
+    monkeypatch.setattr(triton.TritonBackend, "library_costs", {8: 0.1})
     rows, attend = [], triton._attend_square
 
     def noted(query, kv_cache, row, *rest):
@@ -109,12 +109,19 @@ def test_draws_and_special_rows_equal_the_torch_path(tiny_checkpoint):
         SamplingParams(temperature=1.2, seed=2**63 - 1, top_p=0.7, **common),
         SamplingParams(temperature=1.0, seed=-3, min_p=0.05, **common),
     ]
-    special = [
-        SamplingParams(temperature=1.0, seed=1, presence_penalty=1.0, **common),
-        SamplingParams(temperature=0, logprobs=3, **common),
-        *drawing[2:],
+    penalised = [
+        SamplingParams(temperature=0, repetition_penalty=1.5, **common),
+        SamplingParams(temperature=0.9, seed=9, repetition_penalty=0.5, top_k=40, **common),
+        SamplingParams(temperature=1.1, seed=3, repetition_penalty=1.2, top_p=0.9, **common),
+        *drawing[:2],
     ]
-    for params in (drawing, special):
+    brief = {**common, "max_tokens": 2}  # what they leave behind must fit the steps after them
+    special = [
+        SamplingParams(temperature=1.0, seed=1, presence_penalty=1.0, **brief),
+        SamplingParams(temperature=0, logprobs=3, **brief),
+        *penalised[:3],
+    ]
+    for params in (drawing, penalised, special):
         cpu = {"device": "cpu", "attention_backend": "torch_blockwise"}
         expected = run(path, prompts, params, **cpu)
         tokens = run(path, prompts, params, attention_backend="triton", max_steps_in_flight=2)

@@ -4,7 +4,13 @@ import pytest
 import reference
 import torch
 
-from pageserve.kernels.sampling import apply_bitmasks, greedy_sample, sample, token_logprobs
+from pageserve.kernels.sampling import (
+    RepetitionPenalties,
+    apply_bitmasks,
+    greedy_sample,
+    sample,
+    token_logprobs,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -14,7 +20,11 @@ def draw_logits(rows: int, vocab: int, dtype: torch.dtype, device: torch.device)
     return (3 * torch.randn(rows, vocab, generator=generator)).to(dtype).to(device)
 
 
-def draw(logits: torch.Tensor, rows: list[tuple[float, int, float, float, int, int]]) -> list[int]:
+def draw(
+    logits: torch.Tensor,
+    rows: list[tuple[float, int, float, float, int, int]],
+    penalties: RepetitionPenalties | None = None,
+) -> list[int]:
     """Sample with (temperature, top_k, top_p, min_p, seed, position) per row."""
     temperature, top_k, top_p, min_p, seeds, positions = zip(*rows, strict=True)
 
@@ -29,6 +39,7 @@ def draw(logits: torch.Tensor, rows: list[tuple[float, int, float, float, int, i
         column(min_p, torch.float32),
         column(seeds, torch.int64),
         column(positions, torch.int32),
+        penalties,
     ).tolist()
 
 
@@ -47,6 +58,29 @@ def test_greedy(dtype, vocab, device):
     neutral = [(0.0, 0, 1.0, 0.0, 0, 0)] * 6
     assert draw(logits, neutral) == expected
     assert greedy_sample(logits[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [70, 9001])
+def test_repetition_penalties(dtype, vocab, device):
+    """As if the logits, in float32, had been penalised before; slots in any order."""
+    logits = draw_logits(6, vocab, dtype, device)
+    seen = torch.rand(8, vocab, generator=torch.Generator().manual_seed(1)) < 0.4
+    bits = torch.zeros(8, -(-vocab // 32) * 32, dtype=torch.int64)
+    bits[:, :vocab] = seen.long()
+    words = (bits.view(8, -1, 32) << torch.arange(32)).sum(-1).to(torch.uint32).view(torch.int32)
+    slots, penalty = torch.tensor([5, 0, 7, 1, 6, 2]), torch.tensor([1.3, 0.5, 1.0, 1.1, 10, 1.7])
+    x = logits.float().cpu()
+    lowered = torch.where(x > 0, x / penalty[:, None], x * penalty[:, None])
+    expected = torch.where(seen[slots], lowered, x).to(device)
+    rows = [
+        (t, k, p, m, 11 * i, i)
+        for i, (t, k, p, m) in enumerate(
+            [(0, 0, 1, 0), *PARAMETERS[:3], (1, 5, 0.9, 0), PARAMETERS[1]]
+        )
+    ]
+    penalties = RepetitionPenalties(penalty.to(device), slots.int().to(device), words.to(device))
+    assert draw(logits, rows, penalties) == draw(expected, rows)
 
 
 def test_philox_is_the_standard_one():

@@ -49,7 +49,7 @@ def test_rows_for_the_library(dtype, heads, device, monkeypatch):
     slots = [3, 0, 4, 1, 2]
     backend = TritonBackend()
     assert backend.long_rows(scheduled(query_lens, seq_lens, slots)) == []
-    backend.library_cost = 0.3
+    backend.library_costs = {16: 0.3}
     long_rows = backend.long_rows(scheduled(query_lens, seq_lens, slots))
     # Row 2 is short; of row 4 so few queries are new that the library would take longer.
     assert long_rows == [LongRow(1, 1, 20, 20, 0), LongRow(3, 26, 33, 50, 1)]
@@ -79,9 +79,10 @@ def test_measured_prefill(heads, head_dim, device):
     query_lens, seq_lens = [1500, 1, 700], [2000, 90, 1300]
     batch = paged_batch(query_lens, seq_lens, *heads, head_dim, 16, torch.bfloat16, device)
     kv_cache = torch.zeros(1, 2, 1024, heads[1], 16, head_dim, dtype=torch.bfloat16, device=device)
-    backend.measure(kv_cache, heads[0])
+    backend.measure(kv_cache, heads[0], 16384)
     assert backend.prefill_config in triton.PREFILL_CONFIGS
-    assert backend.library_cost is None or 0 < backend.library_cost < 1
+    costs = backend.library_costs
+    assert not costs or (list(costs) == [2048, 8192, 16384] and 0 < min(costs.values()) < 1)
     slots = torch.arange(3, dtype=torch.int32, device=device)
     expected = attention(batch, 0.125)
     long_row = LongRow(0, 0, 1500, 2000, 0)
