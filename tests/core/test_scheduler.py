@@ -60,7 +60,7 @@ def test_prompt_that_fits_a_step_is_not_cut_for_a_sliver() -> None:
 
 def test_sliver_rule_starves_nobody() -> None:
     """Decodes that leave every step less than a quarter of a prompt do not keep it out."""
-    driver = Driver(create_scheduler(max_num_batched_tokens=32, max_num_seqs=30))
+    driver = Driver(create_scheduler(num_blocks=512, max_num_batched_tokens=32, max_num_seqs=30))
     for n in range(28):
         driver.add(create_request(f"d{n}", 1, max_tokens=60))
     driver.step()
