@@ -45,13 +45,19 @@ class DecodeConfig(NamedTuple):
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
-    """Return how to decode ``rows`` rows. Few rows have many parts each, which want to be merged
-    many at a time; many rows want more programs on a multiprocessor, so fewer registers each."""
+    """Return how to decode ``rows`` rows, from a sweep on an H200.
+
+    Few rows have many parts each, which are merged many at a time. Of many rows each has one or
+    two parts: merging one at a time takes registers for fewer, so that more programs share a
+    multiprocessor and hide how each begins and ends its rows.
+    """
     if dtype == torch.float32:
         return DecodeConfig(32, 4, 2, 2, 8192)
     if rows <= 8:
         return DecodeConfig(128, 4, 4, 2, 8192)
-    return DecodeConfig(128 if head_dim <= 64 else 64, 4, 5, 2, 8192)
+    if rows <= 64:
+        return DecodeConfig(128, 4, 4, 3 if head_dim <= 64 else 2, 1024)
+    return DecodeConfig(64 if head_dim <= 64 else 32, 4, 4 if head_dim <= 64 else 5, 4, 1024)
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:
