@@ -135,7 +135,9 @@ def fit_prompt(
         start = max(0, len(token_ids) - keep)
         token_ids = token_ids[start:] if request.truncation_side == "left" else token_ids[:keep]
     if not token_ids:
-        raise bad_request("invalid_value", "the prompt has no tokens", param)
+        # An empty prompt is the client's doing, or that of a truncation to nothing.
+        blame = "truncate_prompt_tokens" if keep == 0 else param
+        raise bad_request("invalid_value", "the prompt has no tokens", blame)
     if len(token_ids) > _max_prompt_len(context, request):
         wanted = int(request.max_tokens != 0)
         raise context_length_exceeded(context, len(token_ids), param, wanted=wanted)

@@ -376,3 +376,9 @@ def test_progress_ends_with_the_stream(make_api, monkeypatch):
         return [t for t in asyncio.all_tasks() if "report_progress" in repr(t)]
 
     assert api.run(settle()) == []
+
+
+def test_truncation_to_nothing_names_its_own_field(api):
+    response = api.cmpl(truncate_prompt_tokens=0)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "truncate_prompt_tokens"
