@@ -37,6 +37,6 @@ def test_curl(server):
     assert stream.rstrip().endswith("data: [DONE]")
 
 
-@pytest.mark.parametrize("code", PYTHONS, ids=["sdk", "structured output", "offline"])
+@pytest.mark.parametrize("code", PYTHONS, ids=["sdk", "structured output", "tools", "offline"])
 def test_python(server, code):
     assert run([sys.executable, "-c", code], server).strip()
