@@ -513,7 +513,8 @@ def _conjunction(left: dict[str, Any], right: dict[str, Any], path: str) -> dict
         elif word == "enum":
             mine = _array(left, "enum", path)
             theirs = _array(right, "enum", path)
-            result[word] = [v for v in mine if any(_equal(v, w) for w in theirs)]
+            both = [v for v in mine if any(_equal(v, w) for w in theirs)]
+            result |= {word: both} if both else {"type": []}
         elif word in _JOIN and all(type(v) in (int, float) for v in (result[word], value)):
             result[word] = _JOIN[word](result[word], value)
         else:

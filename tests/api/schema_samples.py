@@ -124,6 +124,58 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
+LITERALS = [0, 1, 2, 3.5, -1, "a", "b", "ab", "x y", None, True, False, [], [1], {}, {"a": 1}]
+LEAVES: list[Any] = [
+    True,
+    {},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"type": "string", "maxLength": 3},
+    {"type": "integer", "minimum": 0, "maximum": 5},
+]
+
+
+def random_schema(rng: random.Random, depth: int) -> Any:
+    """A schema of up to ``depth`` levels, about one in three of which nothing can match."""
+
+    def below() -> Any:
+        return random_schema(rng, depth - 1)
+
+    def several() -> list[Any]:
+        return [below() for _ in range(rng.randint(1, 3))]
+
+    if depth <= 0 or rng.random() < 0.15:
+        return rng.choice([*LEAVES, {"enum": rng.sample(LITERALS, 4)}])
+    schema: dict[str, Any] = {}
+    kind = rng.choice(["object", "object", "array", "number", "string", "anyOf", "allOf", "$ref"])
+    if kind == "object":
+        schema["properties"] = {name: below() for name in rng.sample("abcd", rng.randint(0, 3))}
+        schema["required"] = [name for name in schema["properties"] if rng.random() < 0.5]
+        if rng.random() < 0.7:
+            schema["additionalProperties"] = rng.choice([False, below()])
+    elif kind == "array":
+        schema = {"items": below(), "maxItems": rng.randint(0, 3), "minItems": rng.randint(0, 1)}
+        if rng.random() < 0.4:
+            schema["prefixItems"] = several()
+    elif kind == "number":
+        words = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        schema = {w: rng.choice([0, 1, -1, 3.5, 0.25, -10, 1e6]) for w in rng.sample(words, 2)}
+    elif kind == "string":
+        pattern = rng.choice(["^[a-c]+$", "b", "^a", "x?$"])
+        schema = {"pattern": pattern, "maxLength": rng.randint(0, 4)}
+    elif kind in ("anyOf", "allOf"):
+        schema[kind] = several()
+        extra = random_schema(rng, 0)
+        schema |= extra if rng.random() < 0.3 and isinstance(extra, dict) else {}
+    else:
+        schema["$ref"] = rng.choice(["#/$defs/x", "#/$defs/y"])
+    if rng.random() < 0.8 and kind in ("object", "array", "string", "number"):
+        schema["type"] = rng.choice([kind, kind, [kind, "null"]])
+    if rng.random() < 0.07:
+        schema["enum"] = rng.sample(LITERALS, 6)
+    return schema
+
+
 def sample(grammar: str, tokenizer: Tokenizer, seed: int, steps: int = 400) -> tuple[str, bool]:
     """Return a random text of the grammar, and whether it is complete.
 
