@@ -113,9 +113,12 @@ def _check(grammar: str, constraint: Constraint, tokenizer: LLTokenizer) -> None
         raise constraint.error(_brief(str(error))) from None
     for _ in range(TRIAL_STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask:
+            matcher.consume_token(mask.bit_length() - 1)  # any will do; late ones are long
         if matcher.is_error():
             raise constraint.error(_brief(matcher.get_error()))
-        matcher.consume_token(mask.bit_length() - 1)  # any; late ones are long
+        if not mask:
+            raise constraint.error("nothing can match")
         if matcher.is_stopped():
             break
 

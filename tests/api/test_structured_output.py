@@ -345,6 +345,7 @@ BAD = [
     ("choice", ["a", 1], "invalid_type"),
     ("choice", "a", "invalid_type"),
     ("grammar", "", "invalid_grammar"),
+    ("grammar", 'start: ("a"{1000}){1000}', "invalid_grammar"),
     ("grammar", "start: (", "invalid_grammar"),
     ("grammar", "root ::= nothing", "invalid_grammar"),
     ("grammar", "start: start", "invalid_grammar"),
