@@ -83,7 +83,7 @@ def test_liked_tokens_end(client, tokenizer, liked):
 def test_choice_and_regex(client):
     """Exact texts, also under every liking for the end of the text."""
     choices = ["positive", "neutral", "négatif 是"]
-    for seed in range(4):
+    for seed in range(2):
         fields = {"temperature": 2, "seed": seed}
         reply = ask(client, extra_body={"structured_outputs": {"choice": choices}}, **fields)
         assert reply.choices[0].message.content in choices
