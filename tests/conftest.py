@@ -21,9 +21,10 @@ from pageserve.config import DEMO_MODEL
 from pageserve.hub import resolve_model
 
 # The same examples every time, so that a run says something of the change it tests; look for new
-# ones with HYPOTHESIS_PROFILE=random.
+# ones with HYPOTHESIS_PROFILE=random, for many new ones with HYPOTHESIS_PROFILE=nightly.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.register_profile("random", derandomize=False)
+hypothesis.settings.register_profile("nightly", derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 torch.set_num_threads(min(2, int(os.environ.get("OMP_NUM_THREADS", "2"))))

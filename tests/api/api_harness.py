@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,6 +23,42 @@ TOKENIZER = byte_tokenizer()
 CHAT = "/v1/chat/completions"
 CMPL = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
+
+
+INVALID = "invalid_request_error"
+UNAVAILABLE = "service_unavailable_error"
+# Every code there is: its HTTP status and type.
+ERRORS = {
+    **dict.fromkeys(
+        (
+            "invalid_json", "missing_required_parameter", "invalid_type", "invalid_value",
+            "integer_below_min_value", "integer_above_max_value", "decimal_below_min_value",
+            "decimal_above_max_value", "string_above_max_length", "string_below_min_length",
+            "array_above_max_length", "empty_array", "unsupported_parameter", "unsupported_value",
+            "unknown_parameter", "context_length_exceeded", "invalid_json_schema", "invalid_regex",
+            "invalid_grammar", "invalid_messages", "invalid_http",
+        ),
+        (400, INVALID),
+    ),
+    "missing_api_key": (401, INVALID),
+    "invalid_api_key": (401, INVALID),
+    "insufficient_permissions": (403, "permission_error"),
+    "model_not_found": (404, INVALID),
+    "unknown_url": (404, INVALID),
+    "request_not_found": (404, INVALID),
+    "method_not_allowed": (405, INVALID),
+    "request_too_large": (413, INVALID),
+    "unsupported_media_type": (415, INVALID),
+    "rate_limit_exceeded": (429, "rate_limit_error"),
+    "request_cancelled": (499, "api_error"),
+    "internal_error": (500, "server_error"),
+    **dict.fromkeys(
+        ("server_is_overloaded", "model_loading", "server_draining", "engine_dead"),
+        (503, UNAVAILABLE),
+    ),
+    "deadline_exceeded": (504, "timeout_error"),
+}  # fmt: skip
+KEYS = ("message", "type", "param", "code")
 
 
 class Api:
@@ -98,17 +135,29 @@ class Api:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error object of a response, checked for its shape."""
+    """The error object of a response, checked for its shape and for what its code implies."""
     assert response.headers["content-type"] == "application/json"
     body = response.json()
-    assert set(body) == {"error"}, body
     error: dict[str, Any] = body["error"]
-    assert {"message", "type", "param", "code"} <= set(error)
-    assert set(error) <= {"message", "type", "param", "code", "prompt_tokens", "max_model_len"}
-    assert isinstance(error["message"], str) and 0 < len(error["message"]) <= 1000
-    assert "Traceback" not in error["message"] and ".py" not in error["message"]
+    beside = {"status", "progress"} if response.request.url.path.endswith("/ready") else set()
+    assert {"error"} <= set(body) <= {"error"} | beside, body
+    check_error(error, response.status_code)
     assert len(response.content) < 2048
     return error
+
+
+def check_error(error: dict[str, Any], status: int | None = None) -> None:
+    """Check one error object, with the ``status`` it came with unless it came in a stream."""
+    more = ("prompt_tokens", "max_model_len")
+    assert tuple(error) in (KEYS, (*KEYS, *more)), error
+    assert (len(error) == 4) or error["code"] == "context_length_exceeded"
+    expected_status, kind = ERRORS[error["code"]]
+    assert error["type"] == kind
+    assert status in (None, expected_status, 431 if expected_status == 413 else None), error
+    assert error["param"] is None or isinstance(error["param"], str)
+    message = error["message"]
+    assert isinstance(message, str) and 0 < len(message) <= 1000
+    assert not re.search(r"Traceback|\.py\b| at 0x[0-9a-f]{6}|site-packages", message), message
 
 
 def events_of(text: str) -> list[Any]:
