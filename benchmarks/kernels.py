@@ -548,6 +548,7 @@ def main() -> None:
     with context.Pool(args.processes) as workers:
         failures = [x for x in workers.imap_unordered(compile_case, distinct.values()) if x]
     print(f"{len(todo)} cases, {len(failures)} do not compile", *failures[:3], flush=True)
+    facts = {"machine": machine(), "pdl": launch.pdl_options(torch.device("cuda"))["PDL"]}
     lines: list[dict[str, Any]] = []
     ceiling = {"num_bytes": 1.0, "flops": 1.0}
     for case in todo:
@@ -570,21 +571,20 @@ def main() -> None:
             line["share"] = round(rate / ceiling[unit], 3)
         lines.append(line)
         if args.json and len(lines) % 100 == 0:
-            save(args.json, lines)
+            save(args.json, facts, lines)
         if not args.sweep:
             print("  ".join(str(v) for v in line.values()), flush=True)
     if args.sweep:
         print_best(lines)
-    result = {"machine": machine(), "pdl": launch.pdl_options(torch.device("cuda"))["PDL"]}
     if args.json:
-        save(args.json, lines)
-    print(json.dumps(result | ({} if args.sweep else {"lines": lines})))
+        save(args.json, facts, lines)
+    print(json.dumps(facts | ({} if args.sweep else {"lines": lines})))
 
 
-def save(path: str, lines: list[dict[str, Any]]) -> None:
-    """Write the lines so far as JSON."""
+def save(path: str, facts: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Write the lines so far as JSON, with where they are from."""
     with open(path, "w") as file:
-        json.dump(lines, file)
+        json.dump({"benchmark": "kernels", **facts, "lines": lines}, file, indent=1)
 
 
 def print_best(lines: list[dict[str, Any]]) -> None:
