@@ -116,6 +116,28 @@ def reference_greedy(
     return Greedy(out.sequences[0, len(prompt.ids) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 
+@dataclass(frozen=True)
+class Preferences:
+    """What a model likes best at every position of a text, and how far that is ahead of the second
+    best, in log probability."""
+
+    token_ids: torch.Tensor  # [num_tokens]
+    margins: torch.Tensor  # [num_tokens]
+
+
+def preferences(model: PreTrainedModel, prompt: Prompt, answer: Greedy) -> Preferences:
+    """Return the preferences along a prompt and its answer."""
+    logits = reference_logits(model, Prompt(prompt.name, prompt.ids + answer.token_ids))
+    best = logits.topk(2, dim=-1)
+    return Preferences(best.indices[:, 0], best.values[:, 0] - best.values[:, 1])
+
+
+def widest_departure(own: Preferences, reference: Preferences) -> float:
+    """Return how far ahead the reference's token is, at most, where another one is preferred."""
+    differs = own.token_ids != reference.token_ids
+    return float(reference.margins[differs].max()) if bool(differs.any()) else 0.0
+
+
 def free_memory() -> None:
     """Return the memory of models that went out of scope to the device."""
     gc.unfreeze()  # the engine freezes what it has built, which would keep it

@@ -123,10 +123,9 @@ def _loop(
     decoder = msgspec.msgpack.Decoder(EngineRequest)
     while True:
         outputs: list[RequestOutput] = []
-        while not (core.has_work() or requests.poll(0) or not core.prepare_idle()):
-            pass
-        if not core.has_work():
-            requests.poll(IDLE_POLL_MS)
+        if not core.has_work() and not requests.poll(IDLE_POLL_MS):
+            while core.prepare_idle() and not requests.poll(0):
+                pass  # nobody has come for a while, and the first who does waits for one at most
         if os.getppid() != parent:  # also with work: nobody would take its outputs
             return
         while requests.poll(0):

@@ -65,7 +65,7 @@ def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) ->
     return max(1, num_sms(device) * per_sm // num_kv_heads)
 
 
-@triton.jit(do_not_specialize=["R", "num_counters"])
+@triton.jit(do_not_specialize=["R", "num_counters", "P"])
 def _plan_kernel(
     seq_lens_ptr,  # [R]
     query_start_loc_ptr,  # [R + 1], read if MIXED
@@ -155,7 +155,7 @@ def plan_decode(
         programs,
         MIXED=query_start_loc is not None,
         BLOCK_N=block_n,
-        BLOCK_R=max(64, triton.next_power_of_2(rows)),  # few variants to compile
+        BLOCK_R=64 if rows <= 64 else max(512, triton.next_power_of_2(rows)),  # few to compile
         BLOCK_P=block_p,
         num_warps=4,
         **pdl_options(device),

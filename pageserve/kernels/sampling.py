@@ -283,7 +283,7 @@ def _narrowed(marks_ptr, first, end, above, target, S, S_PAD: tl.constexpr):
     return new_first, new_end, new_above
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _narrow_kernel(
     logits_ptr,
     temperature_ptr,
@@ -342,7 +342,7 @@ def _narrow_kernel(
         tl.store(out, tl.sum(masses, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
@@ -532,7 +532,7 @@ def _pick_of_many(
     return best_value, best_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _pick_kernel(
     seeds_ptr,
     positions_ptr,
