@@ -111,7 +111,7 @@ class LLM:
             done.num_cached_tokens = text.num_cached_tokens
         done.text += text.text
         done.token_ids += text.token_ids
-        done.logprobs += text.logprobs or []
+        done.logprobs += [*(text.logprobs or ()), *text.end_logprobs]
         done.prompt_logprobs += text.prompt_logprobs or []
         if text.finish_reason is not None:
             done.finish_reason, done.stop_reason = text.finish_reason, text.stop_reason

@@ -79,6 +79,7 @@ class ChatParser:
             error=output.error,
             prompt_logprobs=output.prompt_logprobs,
             cumulative_logprob=output.cumulative_logprob,
+            end_logprobs=output.end_logprobs,
             pieces=pieces,
             begins_call=tools is not None
             and tools.may_call

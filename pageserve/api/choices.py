@@ -44,6 +44,7 @@ class Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    end_logprobs: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     reasoning: list[str] = field(default_factory=list)
@@ -68,6 +69,7 @@ class Choice:
         """Append what an output has beside its text."""
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
+        self.end_logprobs += output.end_logprobs
 
     def _add_pieces(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:

@@ -25,7 +25,7 @@ from pageserve.api.logprobs import CompletionLogprobs, LogprobFormat
 from pageserve.api.progress import report_progress
 from pageserve.api.reasoning import Reasoning
 from pageserve.api.tool_parser import Text
-from pageserve.engine.output_processor import TextOutput
+from pageserve.engine.output_processor import LogprobEntry, TextOutput
 from pageserve.messages import TokenLogprobs
 from pageserve.tokenizer import Tokenizer
 
@@ -117,6 +117,17 @@ class Reply:
         """Return the prompt of a choice."""
         return self.prompts[index // self.fanout.n]
 
+    def entries_of(self, choice: Choice) -> list[LogprobEntry]:
+        """Return the tokens of ``choice`` that its ``logprobs`` list.
+
+        A chat's are those of its content, and with ``return_token_ids`` the ones behind it too.
+        A completion's are always all: lm-eval scores a prompt by its echo and one more token, which
+        it takes away unseen, be it EOS or not.
+        """
+        if self.shape.is_chat and not self.return_token_ids:
+            return choice.logprobs
+        return choice.logprobs + choice.end_logprobs
+
     def echoed_logprobs(self, index: int, scores: Sequence[TokenLogprobs]) -> Any:
         """Return the ``logprobs`` object of the prompt that choice ``index`` begins with."""
         if self.logprobs is None:
@@ -172,7 +183,7 @@ def _whole_choice(
         prompt = reply.prompt_of(index).text if reply.echo else ""
         body["text"] = prompt + "".join(choice.text)
     formats = reply.logprobs
-    body["logprobs"] = None if formats is None else formats[index].format(choice.logprobs)
+    body["logprobs"] = None if formats is None else formats[index].format(reply.entries_of(choice))
     if echoed is not None:
         body["logprobs"] = {k: echoed[k] + v for k, v in body["logprobs"].items()}
     body["finish_reason"] = choice.finish_reason
@@ -318,8 +329,9 @@ class ChunkEncoder:
         more: bytes = b"",
         logprobs: bytes = b"null",
     ) -> bytes:
-        if self._reply.logprobs is not None and content.logprobs:
-            logprobs = orjson.dumps(self._reply.logprobs[index].format(content.logprobs))
+        entries = self._reply.entries_of(content)
+        if self._reply.logprobs is not None and entries:
+            logprobs = orjson.dumps(self._reply.logprobs[index].format(entries))
         return b"".join(
             (
                 self._choice_heads[index],

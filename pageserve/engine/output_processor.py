@@ -1,6 +1,7 @@
 """Token ids of one sequence to what the API sends: text, logprobs, and how it ended."""
 
 import functools
+import math
 import sys
 from collections import deque
 from collections.abc import Container, Sequence
@@ -13,6 +14,7 @@ from pageserve.sampling_params import SamplingParams
 from pageserve.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
+NEVER = sys.maxsize  # a character behind every text
 ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
@@ -32,7 +34,9 @@ class LogprobEntry:
 class TextOutput:
     """Text released by a step, with the tokens generated since the last such output.
 
-    ``logprobs`` has the tokens whose text begins in ``text`` (None if not asked for).
+    ``logprobs`` has the tokens whose text begins in ``text`` (None if not asked for), and
+    ``end_logprobs`` the last tokens, which no text shows: half a character, EOS or a stop token.
+    (What a stop string took away is in neither.)
     ``num_output_tokens`` counts all tokens so far, the ending EOS or stop token included.
     ``stop_reason`` is the stop string or the stop token id that ended the request, if one did.
     ``prompt_logprobs``, if asked for, come with the first output: one for each prompt token but the
@@ -51,6 +55,7 @@ class TextOutput:
     error: str | None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
+    end_logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
 class StopMatcher:
@@ -177,7 +182,7 @@ class OutputProcessor:
         self._by_token = self._matcher is not None or params.logprobs is not None
         self._state = 0  # of the matcher
         self._held = ""  # text read and not yet released, atoms included
-        self._reveal_from = sys.maxsize  # where hidden tokens in the held text become visible
+        self._reveal_from = NEVER  # where hidden tokens in the held text become visible
         self._num_released = 0  # characters of text released, atoms included
         self._token_ids: list[int] = []  # not yet in an output
         self._waiting: list[tuple[int, TokenLogprobs]] = []  # (first character, logprobs)
@@ -201,15 +206,14 @@ class OutputProcessor:
         # A stop token is the last one; its text is no part of the output.
         stopped_by_token = finish_reason == "stop" and not output.grammar_ended
         body = token_ids[:-1] if stopped_by_token else token_ids
+        stop = None
         if self._by_token:
             stop = self._read(body, output.new_logprobs)
             if stop is not None:
                 num_read, stop_reason = stop
                 token_ids, finish_reason = token_ids[:num_read], "stop"
-            elif finish_reason == "stop" and self._shows_stop_token(output):
-                self._read_token(
-                    token_ids[-1], output.new_logprobs[-1] if output.new_logprobs else None
-                )
+            elif stopped_by_token:
+                self._read_stop_token(output)
             text = self._release(everything=finish_reason is not None)
         else:
             text = self._detokenizer.decode(body)
@@ -233,7 +237,7 @@ class OutputProcessor:
         return TextOutput(
             text,
             token_ids,
-            self._take_logprobs() if self._params.logprobs is not None else None,
+            self._take_logprobs(self._num_released) if self._params.logprobs is not None else None,
             finish_reason,
             stop_reason,
             self.num_output_tokens,
@@ -243,6 +247,7 @@ class OutputProcessor:
             output.error,
             prompt_logprobs,
             self._cumulative_logprob,
+            self._take_logprobs(math.inf) if self._finished and stop is None else [],
         )
 
     def _shows_stop_token(self, output: RequestOutput) -> bool:
@@ -275,6 +280,13 @@ class OutputProcessor:
         self._held += text
         return text
 
+    def _read_stop_token(self, output: RequestOutput) -> None:
+        logprobs = output.new_logprobs[-1] if output.new_logprobs else None
+        if self._shows_stop_token(output):
+            self._read_token(output.new_token_ids[-1], logprobs)
+        elif logprobs is not None:
+            self._waiting.append((NEVER, logprobs))
+
     def _match(self, text: str, may_stop: bool) -> str | None:
         """Look for a stop string that ends in ``text``, the tail of the held text; cut there."""
         matcher = self._matcher
@@ -305,11 +317,11 @@ class OutputProcessor:
             text = shown.translate(self._matcher.hide) + stop.translate(self._matcher.reveal)
         return text
 
-    def _take_logprobs(self) -> list[LogprobEntry]:
-        """Return the entries of tokens whose text has begun to be released."""
-        released = [entry for start, entry in self._waiting if start < self._num_released]
-        self._waiting = [item for item in self._waiting if item[0] >= self._num_released]
-        return [logprob_entry(self._tokenizer, entry, self._hidden) for entry in released]
+    def _take_logprobs(self, before: float) -> list[LogprobEntry]:
+        """Return the entries of tokens whose text begins before a character."""
+        taken = [entry for start, entry in self._waiting if start < before]
+        self._waiting = [item for item in self._waiting if item[0] >= before]
+        return [logprob_entry(self._tokenizer, entry, self._hidden) for entry in taken]
 
 
 def logprob_entry(

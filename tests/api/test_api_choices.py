@@ -190,7 +190,7 @@ def test_best_of_returns_log_probabilities_if_asked(ranked):
     reply = ranked.cmpl(best_of=4, seed=0, logprobs=0, **DRAW)
     (choice,) = reply.json()["choices"]
     assert choice["text"] == "222"
-    assert choice["logprobs"]["token_logprobs"] == [-1.0] * 3
+    assert choice["logprobs"]["token_logprobs"] == [-1.0, -1.0, -1.0, -2.5]  # and EOS
 
 
 def test_best_of_greedy_runs_once(api):
@@ -316,9 +316,9 @@ def test_tokens_named_by_their_ids(api):
     assert entries["content"][0]["bytes"] == list(b"Hello")
     assert entries["content"][0]["top_logprobs"][0]["token"] == "token_id:0"
     arrays = api.cmpl(logprobs=0, **fields).json()["choices"][0]["logprobs"]
-    assert arrays["tokens"] == ["token_id:256", "token_id:257"]
+    assert arrays["tokens"] == ["token_id:256", "token_id:257", "token_id:263"]
     assert arrays["top_logprobs"][0] == {"token_id:256": -0.5}
-    assert arrays["text_offset"] == [0, 5]
+    assert arrays["text_offset"] == [0, 5, 11]
 
 
 def test_prompt_text(api):

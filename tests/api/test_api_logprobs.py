@@ -6,6 +6,7 @@ import pytest
 from test_api_streaming import chunks_of
 
 WORDS = [256, 257]  # "Hello", " world"
+EOS = "<|im_end|>"
 
 
 def test_chat_entries_are_the_tokens_of_the_content(make_api):
@@ -53,12 +54,12 @@ def test_completion_arrays(make_api):
     assert api.cmpl().json()["choices"][0]["logprobs"] is None
     for k, size in ((0, 1), (1, 2), (5, 5)):
         logprobs = api.cmpl(logprobs=k).json()["choices"][0]["logprobs"]
-        assert logprobs["tokens"] == ["Hello", " world"]
-        assert logprobs["token_logprobs"] == [-0.5, -0.5]
-        assert logprobs["text_offset"] == [0, 5]
-        assert [len(top) for top in logprobs["top_logprobs"]] == [size, size]
+        assert logprobs["tokens"] == ["Hello", " world", EOS]
+        assert logprobs["token_logprobs"] == [-0.5, -0.5, -0.5]
+        assert logprobs["text_offset"] == [0, 5, 11]
+        assert [len(top) for top in logprobs["top_logprobs"]] == [size, size, size]
         pairs = zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)
-        assert [top[token] for top, token in pairs] == [-0.5, -0.5]
+        assert [top[token] for top, token in pairs] == [-0.5, -0.5, -0.5]
 
 
 def test_offsets_index_the_text_and_keys_of_partial_characters_differ(make_api):
@@ -67,10 +68,39 @@ def test_offsets_index_the_text_and_keys_of_partial_characters_differ(make_api):
     logprobs = choice["logprobs"]
     assert choice["text"] == text
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        if not token.startswith("bytes:"):
+        if not token.startswith("bytes:") and token != EOS:
             assert text[offset : offset + len(token)] == token
     assert logprobs["tokens"][1:5] == [f"bytes:\\x{byte:02x}" for byte in "👧".encode()]
-    assert logprobs["text_offset"] == [0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 4]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize("script", [[256, 257], [], [256, 0xF0, 0x9F]], ids=["eos", "alone", "cut"])
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"max_tokens": 1, "echo": True}])
+def test_a_completion_scores_every_token(make_api, script, fields):
+    """Who asks for an echo and one token more takes the last entry away: lm-eval does."""
+    api = make_api(script=script)
+    whole = api.cmpl(logprobs=1, **fields).json()
+    choice, usage = whole["choices"][0], whole["usage"]
+    num_echoed = usage["prompt_tokens"] if "echo" in fields else 0
+    arrays = choice["logprobs"]
+    for values in arrays.values():
+        assert len(values) == num_echoed + usage["completion_tokens"]
+    assert all(offset <= len(choice["text"]) for offset in arrays["text_offset"])
+    choices = [c["choices"][0] for c in chunks_of(api.cmpl(stream=True, logprobs=1, **fields))]
+    for name, values in arrays.items():
+        parts = [c["logprobs"][name] for c in choices if c["logprobs"]]
+        assert list(chain.from_iterable(parts)) == values
+
+
+def test_a_chat_scores_its_end_with_token_ids(make_api):
+    api = make_api(script=WORDS)
+    fields = {"logprobs": True, "return_token_ids": True}
+    choice = api.chat(**fields).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert [e["token"] for e in entries] == ["Hello", " world", EOS]
+    assert len(entries) == len(choice["token_ids"])
+    choices = [c["choices"][0] for c in chunks_of(api.chat(stream=True, **fields))]
+    assert [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]] == entries
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
@@ -100,4 +130,4 @@ def test_minus_infinity_is_a_number(make_api, monkeypatch):
     entry = api.chat(logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"][0]
     assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
     logprobs = api.cmpl(logprobs=1).json()["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"] == [-9999.0, -9999.0]
+    assert logprobs["token_logprobs"] == [-9999.0] * 3

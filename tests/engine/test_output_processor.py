@@ -346,12 +346,14 @@ def test_entries_wait_with_their_text_and_leave_with_a_removed_stop_string():
     assert [[e.token for e in t.logprobs] for t in texts] == [["S", "T", "x"]]
 
 
-def test_end_token_has_no_entry_and_a_dangling_tail_neither():
+def test_entries_of_what_no_text_shows_come_at_the_end():
     script = Script("a", "<pad>", b"\xf0\x9f", EOS)
     outputs = steps(script.ids, finish="stop", logprobs=True)
     texts = run(script.tokenizer, outputs, SamplingParams(logprobs=0))
     assert join(texts) == "a"
     assert [e.token for e in entries(texts)] == ["a", "<pad>"]
+    assert [e.token_id for e in texts[-1].end_logprobs] == script.ids[2:]
+    assert not any(text.end_logprobs for text in texts[:-1])
     assert [i for t in texts for i in t.token_ids] == script.ids
 
 
@@ -463,6 +465,11 @@ def test_stream_equals_search_of_the_whole_text(case):
         if asked:
             visible = [e.token_id for e in entries(texts) if e.bytes is not None]
             assert visible == shown
+            dangling = [e.token_id for t in texts for e in t.end_logprobs]
+            if stop is None:
+                assert [e.token_id for e in entries(texts)] + dangling == script.ids
+            else:
+                assert not dangling
 
 
 @given(scripts())
