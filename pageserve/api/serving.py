@@ -147,13 +147,17 @@ def fit_prompt(
 def context_length_exceeded(
     context: ServingContext, num_prompt: int, param: str, bound: str = "", wanted: int = 1
 ) -> APIError:
-    """Return the 400 of a prompt that leaves no room for the ``wanted`` output tokens."""
+    """Return the 400 of a prompt that leaves no room for the ``wanted`` output tokens.
+
+    Clients tell this error by its words, so that they can shorten a conversation: LiteLLM by the
+    first sentence, LangChain by "prompt is too long".
+    """
     limit = context.max_model_len
     needed = "at least one is" if wanted == 1 else f"{wanted} are"
     return bad_request(
         "context_length_exceeded",
-        f"This model's maximum context length is {limit} tokens. However, the prompt has "
-        f"{bound}{num_prompt} tokens and {needed} needed for the output.",
+        f"This model's maximum context length is {limit} tokens. However, the prompt is too long: "
+        f"it has {bound}{num_prompt} tokens and {needed} needed for the output.",
         param,
         {"prompt_tokens": num_prompt, "max_model_len": limit},
     )

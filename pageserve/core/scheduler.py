@@ -685,13 +685,13 @@ class Scheduler:
         if num_prompt_tokens + num_wanted > self.max_model_len:
             return (
                 f"{PROMPT_TOO_LONG} This model's maximum context length is {self.max_model_len} "
-                f"tokens, but the prompt has {num_prompt_tokens}; the output needs at least "
-                f"{num_wanted}."
+                f"tokens. However, the prompt is too long: it has {num_prompt_tokens}, and the "
+                f"output needs at least {num_wanted}."
             )
         if num_prompt_tokens > self.max_pool_tokens:
             return (
-                f"{PROMPT_TOO_LONG} The prompt has {num_prompt_tokens} tokens, but the KV cache "
-                f"of this server holds {self.max_pool_tokens}."
+                f"{PROMPT_TOO_LONG} The prompt is too long: it has {num_prompt_tokens} tokens, "
+                f"but the KV cache of this server holds {self.max_pool_tokens}."
             )
         if message.grammar is not None and self.structured_output is None:
             return "This engine takes no grammars."
