@@ -93,17 +93,18 @@ def gpu_offline() -> str:
     names = list(dict.fromkeys(w for r in results.values() for w in r["rows"]))
     out = [
         f"**{first['machine']['gpu']}, bfloat16, Qwen2.5 shapes with random weights, offline**, "
-        f"output tokens/s (workload:requests), torch {first['machine']['torch']}, commit "
-        f"{first['machine']['commit']}. `python benchmarks/offline.py`. The floor is the time to "
+        f"output tokens/s (workload:requests), torch {first['machine']['torch']}. "
+        "`python benchmarks/offline.py`. The floor is the time to "
         "read the weights once at the measured copy bandwidth of "
         f"{first['bandwidth_gb_s']:.0f} GB/s.",
         "",
-        f"| model | floor ms a step | {' | '.join(names)} |",
-        "|---|---|" + "---|" * len(names),
+        f"| model | floor ms a step | {' | '.join(names)} | commit |",
+        "|---|---|---|" + "---|" * len(names),
     ]
     for model, r in results.items():
         floor = r["weights_gb"] / r["bandwidth_gb_s"] * 1e3
         cells = [f"{r['rows'][n]['tokens_per_s']:,.0f}" if n in r["rows"] else "" for n in names]
+        cells.append(r["machine"]["commit"])
         out.append(f"| {model} | {floor:.2f} | {' | '.join(cells)} |")
     return "\n".join([*out, ""])
 
@@ -123,6 +124,51 @@ def gpu_served(result: dict[str, Any]) -> str:
         f"| {r['commit']} |"
         for r in result["rows"]
     ]
+    return "\n".join([*out, ""])
+
+
+def against_vllm(result: dict[str, Any]) -> str:
+    """Both engines on one GPU in one run."""
+    rows = {(r["engine"], r["model"]): r for r in result["rows"] if r["workload"] == "chat"}
+    out = [
+        f"**Against vLLM {result['vllm'].split(',')[0]} on one {result['machine']['gpu']}**, one "
+        "after the other, `chat` over HTTP at 256 streams, bfloat16, commit "
+        f"{result['machine']['commit']}:",
+        "",
+        "| model | pageserve tokens/s | vLLM tokens/s | ratio | TTFT p50 ms | vLLM's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(model for _, model in rows):
+        ours, theirs = rows["pageserve", model], rows["vllm", model]
+        out.append(
+            f"| {model} | {ours['out_tok_s']:,.0f} | {theirs['out_tok_s']:,.0f} "
+            f"| {ours['out_tok_s'] / theirs['out_tok_s']:.1f}x | {ours['ttft_p50']:.0f} "
+            f"| {theirs['ttft_p50']:,.0f} |"
+        )
+    return "\n".join([*out, ""])
+
+
+def kernels(result: dict[str, Any]) -> str:
+    """Decode attention as a share of the copy bandwidth."""
+    lines = result["lines"]
+    copy = next(x["GB/s"] for x in lines if x["case"] == "copy")
+    cells: dict[str, dict[str, float]] = {}
+    for line in lines:
+        if line["section"] == "decode" and "share" in line:
+            model, case = line["case"].split(" ", 1)
+            cells.setdefault(case, {})[model] = line["share"]
+    models = list(next(iter(cells.values())))
+    out = [
+        "**Decode attention** in GB/s of KV over the copy bandwidth measured in the same run "
+        f"({copy:,.0f} GB/s), rows x tokens, {result['machine']['gpu']}, commit "
+        f"{result['machine']['commit']}. `python benchmarks/kernels.py --sections decode`",
+        "",
+        f"| | {' | '.join(models)} |",
+        "|---|" + "---|" * len(models),
+    ]
+    for case, shares in cells.items():
+        shown = (f"{100 * shares[m]:.0f} %" if m in shares else "" for m in models)
+        out.append(_row(case, shown))
     return "\n".join([*out, ""])
 
 
@@ -325,6 +371,8 @@ def _picture(name: str, text: str = "picture") -> str:
 
 # Studies whose result is committed, in the order of the README.
 STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "gpu_against_vllm": against_vllm,
+    "gpu_kernels": kernels,
     "capacity": capacity,
     "fragmentation": fragmentation,
     "policies": policies,

@@ -301,11 +301,13 @@ class ProcessClient:
                 self._process.kill()
             else:
                 self._send(Shutdown())
+        timeout = 0 if self._tasks[1].done() else STOP_TIMEOUT  # a loop that ends cancels the watch
         try:
-            await asyncio.wait_for(self.stopped.wait(), STOP_TIMEOUT)
+            await asyncio.wait_for(self.stopped.wait(), timeout)
         except TimeoutError:
             self._process.kill()
-            await self.stopped.wait()
+            self._process.join()
+            self.stopped.set()
         for task in self._tasks:
             task.cancel()
         self._requests.close(linger=0)  # it belongs to a shadow of the context, which waits for it
@@ -413,8 +415,10 @@ class ProcessClient:
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
         loop.add_reader(process.sentinel, gone.set)
-        await gone.wait()
-        loop.remove_reader(process.sentinel)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(process.sentinel)
         await asyncio.sleep(0.05)  # let _pump read a last message: it says why
         process.join()
         if not self._stopping:

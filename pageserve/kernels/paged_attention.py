@@ -18,6 +18,7 @@ import triton.language as tl
 from pageserve.kernels.launch import check, dot, launch, num_sms, pdl_options, pdl_wait
 
 LOG2_E = 1.4426950408889634
+UNROLL = tl.constexpr(8)  # parts of a row whose loads are under way together
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,21 @@ class DecodeConfig(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int  # programs per multiprocessor
-    merge_tile: int  # elements of a row's parts that are merged at a time
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
     """Return how to decode ``rows`` rows, from a sweep on an H200.
 
-    Few rows have many parts each, which are merged many at a time. Of many rows each has one or
-    two parts: merging one at a time takes registers for fewer, so that more programs share a
-    multiprocessor and hide how each begins and ends its rows.
+    Many rows want more programs on a multiprocessor, which hide how each begins and ends its rows;
+    few want large tiles, which are merged less often.
     """
     if dtype == torch.float32:
-        return DecodeConfig(32, 4, 2, 2, 8192)
+        return DecodeConfig(32, 4, 2, 2)
     if rows <= 8:
-        return DecodeConfig(128, 4, 4, 2, 8192)
+        return DecodeConfig(128, 4, 4, 2)
     if rows <= 64:
-        return DecodeConfig(128, 4, 4, 3 if head_dim <= 64 else 2, 1024)
-    return DecodeConfig(64 if head_dim <= 64 else 32, 4, 4 if head_dim <= 64 else 5, 4, 1024)
+        return DecodeConfig(128, 4, 4, 3 if head_dim <= 64 else 2)
+    return DecodeConfig(64 if head_dim <= 64 else 32, 4, 4 if head_dim <= 64 else 5, 4)
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:
@@ -172,39 +171,38 @@ def _merge_parts(
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr,
-    MERGE_TILE: tl.constexpr,
 ):
     """Return the normalised output [GROUP_PAD, D_PAD] of a row from its ``parts``.
 
     Other programs wrote them, so they are read where they are coherent.
     """
-    SIZE: tl.constexpr = GROUP_PAD * D_PAD
-    PARTS_PAD: tl.constexpr = MERGE_TILE // SIZE if SIZE < MERGE_TILE else 1
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
-    part = tl.arange(0, PARTS_PAD)
+    offsets = g[:, None] * HEAD_DIM + d[None, :]
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     running_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    for begin in range(0, parts, PARTS_PAD):
-        mask = ((begin + part) < parts)[:, None] & (g < GROUP)[None, :]
-        stats = stats_ptr + (begin + part)[:, None] * (2 * GROUP) + g[None, :]
-        maxima = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(stats + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
-        rows = ((begin + part)[:, None] * GROUP + g[None, :]) * HEAD_DIM
-        values = tl.load(
-            partial_ptr + rows[:, :, None] + d[None, None, :],
-            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_max = tl.maximum(running_max, tl.max(maxima, 0))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp2(running_max - safe_max)
-        weights = tl.exp2(maxima - safe_max[None, :])
-        total = total * rescale + tl.sum(weights * sums, 0)
-        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
-        running_max = new_max
+    for begin in range(0, parts, UNROLL):
+        for i in tl.static_range(UNROLL):
+            part = begin + i
+            stats = stats_ptr + part * (2 * GROUP) + g
+            stats_mask = (g < GROUP) & (part + 0 * g < parts)
+            maxima = tl.load(stats, stats_mask, other=float("-inf"), cache_modifier=".cg")
+            sums = tl.load(stats + GROUP, stats_mask, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                partial_ptr + part * (GROUP * HEAD_DIM) + offsets,
+                mask & stats_mask[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_max = tl.maximum(running_max, maxima)
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale = tl.exp2(running_max - safe_max)
+            weight = tl.exp2(maxima - safe_max)
+            total = total * rescale + weight * sums
+            acc = acc * rescale[:, None] + values * weight[:, None]
+            running_max = new_max
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
@@ -279,7 +277,6 @@ def _decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE_TILE: tl.constexpr,  # elements of the parts that are merged at a time
     PDL: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
@@ -385,7 +382,7 @@ def _decode_kernel(
                     merged = _merge_parts(
                         partial_ptr + first * GROUP * HEAD_DIM,
                         stats_ptr + first * 2 * GROUP,
-                        parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, MERGE_TILE,
+                        parts, GROUP, GROUP_PAD, HEAD_DIM, D_PAD,
                     )  # fmt: skip
                     merged_out = out_row + g[:, None] * HEAD_DIM + d[None, :]
                     tl.store(merged_out, merged.to(out_ptr.dtype.element_ty), mask=group_mask)
@@ -518,7 +515,6 @@ def _launch_decode(
         D_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         BLOCK_N=plan.block_n,
-        MERGE_TILE=config.merge_tile,
         num_warps=num_warps or config.num_warps,
         num_stages=num_stages or config.num_stages,
         **pdl_options(query.device),

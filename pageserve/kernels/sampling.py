@@ -37,6 +37,12 @@ PAIRWISE = tl.constexpr(512)  # gathered tokens that are ranked by comparing all
 MARKS = tl.constexpr(8)  # within a bracket, where mass is measured
 DEPTHS = tl.constexpr(65536.0)  # depths per unit of scaled logit
 DEEPEST = tl.constexpr(2**31 - 1)  # deeper than any token
+# Columns of small tables, one number per row: how they are aligned depends on the number of rows,
+# and each combination would be compiled on its own.
+PER_ROW = [
+    f"{name}_ptr"
+    for name in ("temperature", "top_k", "top_p", "min_p", "penalty", "positions", "targets")
+]
 
 
 @triton.jit
@@ -101,7 +107,7 @@ def _mass(x, row_max):
     return (tl.exp(x - row_max) * FIXED_POINT).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _statistics_kernel(
     logits_ptr,  # [B, V]
     temperature_ptr,  # [B], read if SCALED
@@ -176,7 +182,7 @@ def _greedy_kernel(
     tl.store(sampled_ptr + row, best_id.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _bounds_kernel(
     maxima_ptr,
     best_ptr,
@@ -283,7 +289,7 @@ def _narrowed(marks_ptr, first, end, above, target, S, S_PAD: tl.constexpr):
     return new_first, new_end, new_above
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
 def _narrow_kernel(
     logits_ptr,
     temperature_ptr,
@@ -342,7 +348,7 @@ def _narrow_kernel(
         tl.store(out, tl.sum(masses, 1))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
@@ -532,7 +538,7 @@ def _pick_of_many(
     return best_value, best_id
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
 def _pick_kernel(
     seeds_ptr,
     positions_ptr,

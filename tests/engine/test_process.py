@@ -281,6 +281,24 @@ def test_stop_while_loading_does_not_wait_for_the_load(monkeypatch):
     asyncio.run(run())
 
 
+def test_stop_in_a_loop_that_has_cancelled_everything(monkeypatch):
+    """As when SystemExit leaves the loop: nobody is left to watch the engine's process."""
+    monkeypatch.setattr(process, "run_engine", sleeping_engine)
+
+    async def run():
+        client = ProcessClient(EngineConfig())
+        await client.start()
+        await asyncio.sleep(0)
+        for task in client._tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await client.stop()
+        assert client.stopped.is_set() and not client._process.is_alive()
+
+    asyncio.run(run())
+
+
 def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     class Busy:
         ready, num_steps, last_step = None, 0, None
