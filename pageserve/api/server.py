@@ -147,6 +147,7 @@ class _Lifecycle:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         host, port = self.listener.getsockname()[:2]
         scheme = "http" if self.args.ssl_certfile is None else "https"
+        host = f"[{host}]" if ":" in host else host  # IPv6
         logger.info("listening on %s://%s:%d", scheme, host, port)
         serving = asyncio.create_task(self.http.serve(sockets=[self.listener]))
         work = [asyncio.create_task(self._load()), asyncio.create_task(self._log_load())]

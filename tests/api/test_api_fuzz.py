@@ -331,6 +331,9 @@ def test_any_bytes_get_a_valid_answer(scripted, body):
     headers = {"content-type": "application/json"}
     for path in (CHAT, CMPL, "/tokenize", "/detokenize"):
         response = scripted.post(path, content=body, headers=headers)
-        assert response.status_code == 400
-        error_of(response)
+        if response.status_code != 200:
+            assert response.status_code == 400
+            error_of(response)
+        else:  # {"tokens": []} is found now and then
+            assert path.endswith("tokenize") and isinstance(json.loads(body), dict)
     scripted.check_alive()
