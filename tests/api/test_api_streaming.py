@@ -148,7 +148,7 @@ def test_stream_equals_whole_reply_for_every_split(make_api, tokens_per_step, st
 
 def test_random_replies_stream_as_they_are_told_whole(make_api):
     rng = random.Random(0)
-    for _ in range(50):
+    for _ in range(200):
         ids = [rng.choice([*range(256), 256, 257, 258, 259]) for _ in range(rng.randrange(30))]
         api = make_api(script=ids, tokens_per_step=rng.randrange(1, 5))
         stop = [rng.choice(["a", "Hello", " world the", "是", "\ufffd"])]

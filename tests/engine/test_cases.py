@@ -287,6 +287,19 @@ def test_same_seed_same_tokens(tiny_checkpoint, setting):
         assert core.stats().preemptions_total > 0
 
 
+def test_same_seed_same_tokens_from_a_warm_cache(tiny_checkpoint):
+    """The draw depends on seed and position, not on where the prompt's blocks come from."""
+    path = tiny_checkpoint("llama")
+    params = SamplingParams(temperature=1, seed=11, max_tokens=16, ignore_eos=True)
+    core = make_core(path)
+    prompt, outputs = ids(45, 1), []
+    for n in range(3):
+        add(core, f"r{n}", prompt, params)
+        outputs.append(drain(core)[f"r{n}"])
+    assert [steps[0].num_cached_tokens for steps in outputs] == [0, 32, 32]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
+
+
 def test_seed_of_the_engine_makes_unseeded_requests_repeatable(tiny_checkpoint):
     path = tiny_checkpoint("llama")
     params = SamplingParams(temperature=1, max_tokens=16, ignore_eos=True)
