@@ -27,6 +27,18 @@ from pageserve.api.protocol import (
     TokenizeRequest,
 )
 from pageserve.api.requests import cancel_request, list_requests
+from pageserve.api.response_schemas import (
+    ChatCompletion,
+    Completion,
+    Load,
+    Model,
+    ModelList,
+    PromptText,
+    Status,
+    Text,
+    Tokens,
+    Version,
+)
 from pageserve.api.tokenize import detokenize, tokenize
 
 Handler = Callable[[ServingContext, Request], Awaitable[Response]]
@@ -64,17 +76,16 @@ def build_app(context: ServingContext) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, context: ServingContext) -> None:
-    bodies: list[type[BaseModel]] = []
+    models: set[type[BaseModel]] = set()
 
     def add(
         method: str,
         paths: list[str],
         handler: Handler,
         body: type[BaseModel] | None = None,
-        answers: str = "application/json",
+        answer: type[BaseModel] | str = "application/json",
     ) -> None:
-        if body is not None:
-            bodies.append(body)
+        models.update(m for m in (body, answer) if isinstance(m, type))
 
         async def route(request: Request) -> Response:
             return await handler(context, request)
@@ -87,31 +98,37 @@ def _add_routes(app: FastAPI, context: ServingContext) -> None:
                 name=handler.__name__,
                 response_model=None,
                 description=(handler.__doc__ or "").partition("\n")[0],
-                openapi_extra=describe(path, body, answers),
+                openapi_extra=describe(path, body, answer),
             )
 
-    add("POST", ["/v1/chat/completions"], create_chat_completion, ChatCompletionRequest)
-    add("POST", ["/v1/completions"], create_completion, CompletionRequest)
-    add("GET", ["/v1/models"], list_models)
-    add("GET", ["/v1/models/{model:path}"], retrieve_model)
-    add("POST", ["/tokenize", "/v1/tokenize"], tokenize, TokenizeRequest)
-    add("POST", ["/detokenize", "/v1/detokenize"], detokenize, DetokenizeRequest)
+    add(
+        "POST",
+        ["/v1/chat/completions"],
+        create_chat_completion,
+        ChatCompletionRequest,
+        ChatCompletion,
+    )
+    add("POST", ["/v1/completions"], create_completion, CompletionRequest, Completion)
+    add("GET", ["/v1/models"], list_models, answer=ModelList)
+    add("GET", ["/v1/models/{model:path}"], retrieve_model, answer=Model)
+    add("POST", ["/tokenize", "/v1/tokenize"], tokenize, TokenizeRequest, Tokens)
+    add("POST", ["/detokenize", "/v1/detokenize"], detokenize, DetokenizeRequest, Text)
     add("GET", ["/tokenizer_info"], control.tokenizer_info)
-    add("POST", ["/apply-template"], control.apply_template, ApplyTemplateRequest)
+    add("POST", ["/apply-template"], control.apply_template, ApplyTemplateRequest, PromptText)
     add("GET", ["/v1/requests"], list_requests)
     add("POST", ["/v1/requests/{request_id:path}/cancel"], cancel_request)
     add("POST", ["/reset_prefix_cache"], control.reset_prefix_cache)
     add("GET", ["/server_info"], control.server_info)
-    add("GET", ["/load"], control.load)
-    add("GET", ["/health", "/v1/health"], probes.health)
-    add("GET", ["/live"], probes.live)
-    add("GET", ["/ready"], probes.ready)
-    add("GET", ["/version"], probes.version)
-    add("GET", ["/metrics"], probes.metrics, answers="text/plain")
-    add("GET", ["/docs"], docs, answers="text/html")
+    add("GET", ["/load"], control.load, answer=Load)
+    add("GET", ["/health", "/v1/health"], probes.health, answer=Status)
+    add("GET", ["/live"], probes.live, answer=Status)
+    add("GET", ["/ready"], probes.ready, answer=Status)
+    add("GET", ["/version"], probes.version, answer=Version)
+    add("GET", ["/metrics"], probes.metrics, answer="text/plain")
+    add("GET", ["/docs"], docs, answer="text/html")
     if context.config.ui:
-        add("GET", ["/"], playground, answers="text/html")
-    app.openapi = cache(lambda: build_openapi(app, bodies))  # type: ignore[method-assign]
+        add("GET", ["/"], playground, answer="text/html")
+    app.openapi = cache(lambda: build_openapi(app, models))  # type: ignore[method-assign]
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -40,7 +40,9 @@ ERROR_SCHEMA = {
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
-        }
+        },
+        "status": {"type": "string"},  # these two of /ready only
+        "progress": {"type": "object"},
     },
 }
 
@@ -64,14 +66,20 @@ def _read(name: str) -> bytes:
     return files("pageserve.api").joinpath("static", name).read_bytes()
 
 
-def describe(path: str, body: type[BaseModel] | None, content_type: str) -> dict[str, Any]:
-    """Return what FastAPI is to say of a route: parameters, body, answer and errors."""
+def describe(
+    path: str, body: type[BaseModel] | None, answer: type[BaseModel] | str
+) -> dict[str, Any]:
+    """Return what FastAPI is to say of a route: parameters, body, answer and errors.
+
+    ``answer`` is the model of the JSON answer, or the type of its content.
+    """
     error = {"$ref": "#/components/schemas/Error"}
     responses: dict[str, Any] = {
         str(status): {"description": "error", "content": {"application/json": {"schema": error}}}
         for status in ERROR_STATUSES
     }
-    responses["200"] = {"description": "success", "content": {content_type: {}}}
+    content = {answer: {}} if isinstance(answer, str) else {"application/json": _reference(answer)}
+    responses["200"] = {"description": "success", "content": content}
     names = re.findall(r"{(\w+)", path)
     extra: dict[str, Any] = {
         "responses": responses,
@@ -84,16 +92,20 @@ def describe(path: str, body: type[BaseModel] | None, content_type: str) -> dict
         return extra
     if "stream" in body.model_fields:
         responses["200"]["content"]["text/event-stream"] = {}
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    request = {"content": {"application/json": {"schema": schema}}, "required": True}
+    request = {"content": {"application/json": _reference(body)}, "required": True}
     return {**extra, "requestBody": request}
 
 
-def build_openapi(app: FastAPI, bodies: list[type[BaseModel]]) -> dict[str, Any]:
-    """Return the document: FastAPI's routes, with the schemas of ``bodies`` filled in."""
+def _reference(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+
+
+def build_openapi(app: FastAPI, models: set[type[BaseModel]]) -> dict[str, Any]:
+    """Return the document: FastAPI's routes, with the schemas of ``models`` filled in."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     _, schemas = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in sorted(models, key=lambda m: m.__name__)],
+        ref_template="#/components/schemas/{model}",
     )
     components = document.setdefault("components", {})
     components["schemas"] = {**schemas["$defs"], "Error": ERROR_SCHEMA}

@@ -9,7 +9,12 @@ from api_harness import CHAT, CMPL, HI
 from fakes import ScriptedEngine, byte_tokenizer
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from test_api_tools import QWEN_TOKENIZER, TOOLS, call_text
 
 from pageserve.api.app import build_app
 from pageserve.api.context import ServingContext
@@ -66,6 +71,52 @@ def test_errors_match_their_schema(api, document, path, body):
     jsonschema.validate(api.post(path, body).json(), schema_of(document, "Error"))
 
 
+RICH = {"return_token_ids": True, "prompt_logprobs": 2, "n": 2, "temperature": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HI}),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 2, **RICH}),
+        (CHAT, {"messages": HI, "return_prompt_text": True, "max_tokens": 1}),
+        (CMPL, {"prompt": "hi"}),
+        (CMPL, {"prompt": ["a", "b"], "logprobs": 3, "echo": True, "stop": "o", **RICH}),
+        ("/tokenize", {"prompt": "hi é", "return_token_strs": True}),
+        ("/tokenize", {"content": "hi é", "with_pieces": True}),
+        ("/detokenize", {"tokens": [1, 2]}),
+        ("/apply-template", {"messages": HI}),
+        *((path, None) for path in ("/v1/models", "/load", "/health", "/live", "/ready")),
+        ("/version", None),
+    ],
+)
+def test_answers_match_their_schema(make_api, document, path, body):
+    api = make_api(server={"timings": True})
+    response = api.get(path) if body is None else api.post(path, body)
+    assert response.status_code == 200, response.text
+    operation = document["paths"][path]["get" if body is None else "post"]
+    name = operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+    schema = schema_of(document, name.rpartition("/")[2])
+    jsonschema.validate(response.json(), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**response.json(), "more": 1}, schema)
+
+
+def test_calls_and_reasoning_match_their_schema(make_api, document):
+    api = make_api(tokenizer=QWEN_TOKENIZER, script="Well. " + call_text())
+    reply = api.chat(tools=TOOLS).json()
+    assert reply["choices"][0]["message"]["tool_calls"]
+    jsonschema.validate(reply, schema_of(document, "ChatCompletion"))
+    message = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
+    jsonschema.validate({**message, "reasoning_content": "hm"}, schema_of(document, "Message"))
+
+
+def test_readiness_matches_its_schema(make_api, document):
+    body = make_api(loaded=False).get("/ready").json()
+    assert body["status"] == "loading"
+    jsonschema.validate(body, schema_of(document, "Error"))
+
+
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_pages_are_whole(api, path):
     response = api.get(path)
@@ -109,5 +160,10 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", _app())
 )
 def test_whatever_the_document_allows_is_answered_as_it_says(case):
     case.call_and_validate(
-        checks=[not_a_server_error, content_type_conformance, status_code_conformance]
+        checks=[
+            not_a_server_error,
+            content_type_conformance,
+            status_code_conformance,
+            response_schema_conformance,
+        ]
     )
