@@ -13,6 +13,7 @@ cut streams. It exits on Shutdown, or when its parent is gone.
 import asyncio
 import logging
 import multiprocessing
+import multiprocessing.process
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,6 +60,7 @@ logger = logging.getLogger("pageserve.engine")
 
 IDLE_POLL_MS = 1000  # how long an idle engine waits before it looks for its parent
 STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the front-end decides what these mean
 
 
 # --- engine process -------------------------------------------------------------------------------
@@ -65,8 +68,9 @@ STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
 
 def run_engine(config: EngineConfig, request_address: str, output_address: str) -> None:
     """Main function of the engine process. Exits 0 after Shutdown, 1 on any failure."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see _start
     context = zmq.Context()
     requests = context.socket(zmq.PULL)
     requests.connect(request_address)
@@ -222,6 +226,17 @@ def _merge(into: RequestOutput, new: RequestOutput) -> None:
     into.scheduled_time = into.scheduled_time or new.scheduled_time
 
 
+def _start(process: multiprocessing.process.BaseProcess) -> None:
+    """Start the engine so that no signal to the whole group reaches it: not even while it still
+    imports and :func:`run_engine` has not said that it ignores them."""
+    resource_tracker.ensure_running()  # started on the way, it would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ProcessClient:
     """Starts, feeds and watches the engine process; an :class:`EngineClient`."""
 
@@ -284,7 +299,7 @@ class ProcessClient:
             name="pageserve-engine",
             daemon=True,
         )
-        self._process.start()
+        _start(self._process)
         self._tasks = [
             asyncio.create_task(self._pump()),
             asyncio.create_task(self._watch(self._process)),

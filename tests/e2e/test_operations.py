@@ -102,10 +102,13 @@ def test_what_does_not_end_in_the_drain_time_gets_an_error(start, seconds):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_the_whole_group_during_the_load(start, number):
-    """C132: the engine does not die before the front and nothing is left behind."""
+@pytest.mark.parametrize("seconds", [0, 0.3, 1])
+def test_signals_to_the_whole_group_during_the_load(start, number, seconds):
+    """C132: the engine does not die before the front, not even while it still imports, and nothing
+    is left behind."""
     with start(wait_ready=False) as server:
         wait(lambda: server.get("/live").status_code == 200)
+        time.sleep(seconds)  # different places of the load
         group = server.process.pid
         os.killpg(group, number)
         assert server.process.wait(10) == 0
