@@ -83,6 +83,9 @@ class ModelArgs(_Checked):
     attention_backend: Backend = _opt("auto", "attention implementation")
     chat_template: str | None = _opt(None, "file with a Jinja chat template")
     generation_config: Literal["auto", "none"] = _opt("auto", "use the model's sampling defaults?")
+    override_generation_config: str | None = _opt(
+        None, "JSON object of sampling defaults that go before the model's"
+    )
     seed: int | None = _opt(None, "seed for requests that give none (default: random)")
 
 

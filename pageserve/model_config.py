@@ -21,6 +21,7 @@ from pageserve.checkpoint import (
     read_gguf_header,
     read_json,
 )
+from pageserve.config import ConfigError
 from pageserve.hub import DEMO_FILE
 from pageserve.sampling_params import ParameterError, SamplingParams
 
@@ -184,6 +185,23 @@ def load_generation_defaults(path: Path) -> GenerationDefaults:
         msgspec.convert(defaults.as_dict(), SamplingParams).validate()
     except (ParameterError, msgspec.ValidationError) as error:
         raise ModelError(f"{file}: {error} (--generation-config none ignores it)") from error
+    return defaults
+
+
+def parse_generation_defaults(text: str) -> GenerationDefaults:
+    """Read the value of --override-generation-config, a JSON object.
+
+    Raises :class:`ConfigError` for what is no such object and for values no request could use.
+    """
+    try:
+        values = msgspec.json.decode(text, type=dict[str, float | int | None])
+        defaults = GenerationDefaults(**values)
+        msgspec.convert(defaults.as_dict(), SamplingParams).validate()
+    except (ParameterError, msgspec.MsgspecError, TypeError) as error:
+        known = ", ".join(GenerationDefaults.__dataclass_fields__)
+        raise ConfigError(
+            f"--override-generation-config: {error}; it takes a JSON object with some of {known}"
+        ) from error
     return defaults
 
 

@@ -30,7 +30,11 @@ from pageserve.config import ConfigError, EngineConfig, ServerArgs
 from pageserve.engine.process import ProcessClient
 from pageserve.hub import resolve_model
 from pageserve.messages import LoadProgress
-from pageserve.model_config import ModelError, load_generation_defaults
+from pageserve.model_config import (
+    ModelError,
+    load_generation_defaults,
+    parse_generation_defaults,
+)
 from pageserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger("pageserve")
@@ -127,6 +131,8 @@ class _Lifecycle:
     def __init__(
         self, config: EngineConfig, args: ServerArgs, listener: socket.socket, console: Console
     ) -> None:
+        override = config.model.override_generation_config
+        self.overrides = parse_generation_defaults(override or "{}")
         self.args = args
         self.listener = listener
         self.console = console
@@ -203,15 +209,11 @@ class _Lifecycle:
             self.client.config = replace(config, model=replace(config.model, model=str(path)))
             await self.client.start()
             tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model.chat_template)
+            defaults = self.overrides.as_dict()
             if config.model.generation_config == "auto":
-                defaults = await asyncio.to_thread(load_generation_defaults, path)
-                self.context.defaults = SamplingDefaults(
-                    temperature=defaults.temperature,
-                    top_p=defaults.top_p,
-                    top_k=defaults.top_k,
-                    min_p=defaults.min_p,
-                    repetition_penalty=defaults.repetition_penalty,
-                )
+                own = await asyncio.to_thread(load_generation_defaults, path)
+                defaults = own.as_dict() | defaults
+            self.context.defaults = SamplingDefaults(**defaults)
             self.context.tokenizer = tokenizer
             while self.client.ready is None and self.client.dead is None:
                 await asyncio.sleep(0.02)

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from helpers import edit_json
 
+from pageserve.config import ConfigError
 from pageserve.model_config import (
     GenerationDefaults,
     ModelError,
     RopeConfig,
     load_generation_defaults,
     load_model_config,
+    parse_generation_defaults,
 )
 
 BASE = {
@@ -224,6 +226,17 @@ def test_unusable_generation_defaults(tmp_path, values):
     edit_json(tmp_path / "generation_config.json", **values)
     with pytest.raises(ModelError, match=f"generation_config.json: .*{next(iter(values))}"):
         load_generation_defaults(tmp_path)
+
+
+def test_overriding_generation_defaults():
+    text = '{"temperature": 0, "top_k": 7, "min_p": null}'
+    assert parse_generation_defaults(text).as_dict() == {"temperature": 0.0, "top_k": 7}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"heat": 1}', '{"top_p": 2}', '{"top_k": "7"}'])
+def test_unusable_overrides_name_their_flag(text):
+    with pytest.raises(ConfigError, match=r"--override-generation-config: .*temperature"):
+        parse_generation_defaults(text)
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
