@@ -103,6 +103,7 @@ class DecoderForCausalLM(Module):
         """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool.
 
         A pool of fewer layers than the model's runs only the first ones: see ``rehearse``."""
+        assert len(kv_cache) in (1, len(self.layers)), "a pool has every layer, a rehearsal's one"
         step = AttentionStep.build(
             positions, self.cos_sin, kv_cache, metadata, self.backend, self.config.num_heads
         )

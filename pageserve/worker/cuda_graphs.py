@@ -32,7 +32,7 @@ from pageserve.kernels.sampling import (
     greedy_sample,
     sample,
 )
-from pageserve.messages import NewRequestData, SchedulerOutput
+from pageserve.messages import NewRequestData, ScheduledRow, SchedulerOutput
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.utils import cdiv
 from pageserve.worker.request_states import RequestStates, to_device
@@ -163,13 +163,25 @@ class CUDAGraphRunner:
             self._run(keys[0])
             if capturing:
                 graph_bytes = torch.cuda.max_memory_allocated() - before
-                graph_bytes += len(Ending) * len(keys) * GRAPH_BYTES
+                graph_bytes += len(self._variants()) * len(keys) * GRAPH_BYTES
             for key in keys[1:]:
                 self._run(key)
             for size in (self.row_sizes[0], self.row_sizes[-1]):
                 self._run(GraphKey(size, size, True, Ending.DRAW))
                 self._run(GraphKey(size, size, True, Ending.GREEDY, masked=True))
         return graph_bytes
+
+    @staticmethod
+    def _variants() -> list[tuple[Ending, bool]]:
+        """Return (ending, masked) of all graphs of a bucket, in the order of capture. Steps that
+        end at their logits are masked by who samples from them."""
+        return [
+            (Ending.GREEDY, False),
+            (Ending.DRAW, False),
+            (Ending.LOGITS, False),
+            (Ending.GREEDY, True),
+            (Ending.DRAW, True),
+        ]
 
     def _measure(self) -> None:
         num_heads, longest = self.model.config.num_heads, self.max_num_batched_tokens
@@ -188,7 +200,11 @@ class CUDAGraphRunner:
         keys = self.keys(Ending.GREEDY)
         self._pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream()  # one for all: memory is reused within a stream
-        self._wanted = [key for e in (Ending.LOGITS, Ending.DRAW) for key in reversed(self.keys(e))]
+        self._wanted = [
+            key._replace(masked=masked)
+            for ending, masked in reversed(self._variants()[1:])
+            for key in reversed(self.keys(ending))
+        ]
         for i, key in enumerate(keys):
             self._capture(key)
             if progress is not None:
@@ -254,6 +270,7 @@ class CUDAGraphRunner:
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % STAGES
         num_rows = len(step.rows)
+        self._sampling.follow(step.rows, self.states.token_ids)
         self._stage(key, step, stage)
         graph = self._graphs.get(key)
         too_large = key.num_tokens > self.token_sizes[-1]
@@ -378,6 +395,7 @@ class _SamplingTable:
         # A bit for every token of a slot, right where the request has a repetition penalty.
         words = cdiv(vocab_limit, 32)
         self.seen = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
+        self._ends: dict[int, int] = {}  # slots with a penalty → tokens before their last draw
         self.draws = [False] * max_num_seqs
         self.special = [False] * max_num_seqs  # wants more than the kernel does
 
@@ -390,7 +408,9 @@ class _SamplingTable:
             self.special[new.slot] = p.logprobs is not None or (
                 msgspec.structs.replace(p, repetition_penalty=1.0).edits_logits
             )
+            self._ends.pop(new.slot, None)
             if penalised:
+                self._ends[new.slot] = 0
                 bits = to_device(torch.from_numpy(self._bits(new.token_ids)), self.seen.device)
                 self.seen[new.slot] = bits
         params = [n.sampling_params for n in new_requests]
@@ -416,6 +436,25 @@ class _SamplingTable:
         ids = np.asarray(token_ids)
         seen[ids[ids < len(seen)]] = True
         return np.packbits(seen, bitorder="little").view("<i4")
+
+    def follow(self, rows: Sequence[ScheduledRow], token_ids: torch.Tensor) -> None:
+        """Before a step: forget the tokens that were sampled and then dropped (a grammar came into
+        force), of which a row tells by sampling the same position again. ``token_ids`` is the table
+        of all slots."""
+        for row in rows:
+            if not row.samples or row.slot not in self._ends:
+                continue
+            end = row.num_computed_tokens + row.num_scheduled_tokens
+            if end <= self._ends[row.slot]:
+                self._recount(row.slot, token_ids[row.slot, :end].long())
+            self._ends[row.slot] = end
+
+    def _recount(self, slot: int, token_ids: torch.Tensor) -> None:
+        size = self.seen.shape[1] * 32
+        bits = torch.zeros(size + 1, dtype=torch.int32, device=token_ids.device)
+        bits[token_ids.clamp_max(size)] = 1  # the last place is for ids that no logit stands for
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        self.seen[slot] = (bits[:-1].view(-1, 32) << shifts).sum(1, dtype=torch.int32)
 
     def see(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Set the bits of sampled ``token_ids`` [n] (-1: none) of different ``slots`` [n]."""

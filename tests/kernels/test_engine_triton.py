@@ -10,6 +10,7 @@ import torch
 from llguidance import LLMatcher
 
 from pageserve.llm import LLM
+from pageserve.messages import AddRequest
 from pageserve.sampling_params import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,3 +172,32 @@ def test_rows_under_a_grammar_beside_others(tiny_checkpoint):
         tokens = run(path, prompts, params, grammars=grammars, **options)
         assert tokens == expected
         assert [tokens[i] == free[i] for i in range(5)] == [False, True, False, True, False]
+
+
+def test_dropped_tokens_are_not_penalised(tiny_checkpoint):
+    """A token in flight when a grammar comes into force is dropped, and was never seen."""
+    path, prompt = tiny_checkpoint("llama", head_dim=16), some_prompts()[2]
+    params = SamplingParams(
+        temperature=1.5, seed=4, repetition_penalty=1.3, max_tokens=8, ignore_eos=True
+    )
+    trigger = run(path, [prompt], params, attention_backend="triton")[0][2]
+    results = []
+    for depth in (1, 2):
+        llm = LLM(
+            model=str(path), dtype="float32", device=DEVICE, attention_backend="triton",
+            max_model_len=64, num_kv_blocks=64, block_size=4, max_num_seqs=2,
+            max_steps_in_flight=depth,
+        )  # fmt: skip
+        request = AddRequest("r", prompt, params, 0.0)
+        request.grammar = LLMatcher.grammar_from_regex("[0-9]+")
+        request.grammar_trigger_ids = [trigger]
+        outputs, tokens = llm.engine.add(request), []
+        while not outputs or outputs[-1].finish_reason is None:
+            outputs = llm.engine.step()
+            tokens += [t for output in outputs for t in output.new_token_ids]
+        words = llm.engine.worker.runner.graphs._sampling.seen[0].tolist()
+        seen = {32 * w + i for w, word in enumerate(words) for i in range(32) if word >> i & 1}
+        assert seen == {*prompt, *tokens}
+        results.append(tokens)
+    assert results[0] == results[1]
+    assert len(set(results[0][3:])) > 1, "a grammar that came into force"
