@@ -143,6 +143,10 @@ class GenerationDefaults:
         """Return the fields that have a value."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
+    def over(self, others: "GenerationDefaults") -> "GenerationDefaults":
+        """Return these values, and the others' where these are silent."""
+        return GenerationDefaults(**(vars(others) | self.as_dict()))
+
 
 # What the embedded model's authors recommend; at temperature 1 it rambles.
 DEMO_DEFAULTS = GenerationDefaults(temperature=0.2, top_p=0.9)

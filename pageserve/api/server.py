@@ -209,11 +209,16 @@ class _Lifecycle:
             self.client.config = replace(config, model=replace(config.model, model=str(path)))
             await self.client.start()
             tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model.chat_template)
-            defaults = self.overrides.as_dict()
+            defaults = self.overrides
             if config.model.generation_config == "auto":
-                own = await asyncio.to_thread(load_generation_defaults, path)
-                defaults = own.as_dict() | defaults
-            self.context.defaults = SamplingDefaults(**defaults)
+                defaults = defaults.over(await asyncio.to_thread(load_generation_defaults, path))
+            self.context.defaults = SamplingDefaults(
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
+            )
             self.context.tokenizer = tokenizer
             while self.client.ready is None and self.client.dead is None:
                 await asyncio.sleep(0.02)

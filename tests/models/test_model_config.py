@@ -230,7 +230,10 @@ def test_unusable_generation_defaults(tmp_path, values):
 
 def test_overriding_generation_defaults():
     text = '{"temperature": 0, "top_k": 7, "min_p": null}'
-    assert parse_generation_defaults(text).as_dict() == {"temperature": 0.0, "top_k": 7}
+    overrides = parse_generation_defaults(text)
+    assert overrides.as_dict() == {"temperature": 0.0, "top_k": 7}
+    both = overrides.over(GenerationDefaults(temperature=0.6, top_p=0.8))
+    assert both == GenerationDefaults(temperature=0, top_p=0.8, top_k=7)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"heat": 1}', '{"top_p": 2}', '{"top_k": "7"}'])
