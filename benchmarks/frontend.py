@@ -4,7 +4,7 @@ Three figures at --streams concurrent chat streams: reading the engine's streams
 the whole ASGI application with a send that drops everything, and a real uvicorn with real sockets
 (its clients live in another process). The last line of the output is one JSON document.
 
-    python benchmarks/frontend.py --streams 64 --tokens 500
+    python benchmarks/frontend.py --streams 64 --tokens 500 [--json FILE]
 """
 
 import argparse
@@ -23,8 +23,10 @@ from typing import Any
 import uvicorn
 import uvloop
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+from common import machine, report  # noqa: E402
 from fakes import byte_tokenizer  # noqa: E402
 
 from pageserve.api.app import build_app  # noqa: E402
@@ -214,9 +216,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500, help="tokens per stream")
     parser.add_argument("--repeat", type=int, default=3, help="the best of this many runs counts")
+    parser.add_argument("--json", help="also write the result to this file")
     args = parser.parse_args()
     total = args.streams * args.tokens
-    result: dict[str, Any] = {"streams": args.streams, "tokens_per_stream": args.tokens}
+    result: dict[str, Any] = {
+        "benchmark": "frontend",
+        "machine": machine(),
+        "streams": args.streams,
+        "tokens_per_stream": args.tokens,
+    }
     for name, measure in (
         ("engine_only", engine_only),
         ("application", application),
@@ -228,7 +236,7 @@ def main() -> None:
     result["api_us_per_token"] = round(
         result["application_us_per_token"] - result["engine_only_us_per_token"], 2
     )
-    print(json.dumps(result))
+    report(result, args.json)
 
 
 if __name__ == "__main__":

@@ -334,6 +334,18 @@ def http_load(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def frontend(result: dict[str, Any]) -> str:
+    """CPU time of the HTTP process."""
+    us = {k.removesuffix("_us_per_token"): v for k, v in result.items() if k.endswith("_token")}
+    return (
+        f"**CPU time of the HTTP process per streamed token**, {result['streams']} chat streams of "
+        f"{result['tokens_per_stream']} tokens from a scripted engine, set-up of the requests "
+        f"included: {us['over_sockets']:.1f} µs with uvicorn and sockets, of which reading the "
+        f"engine's streams is {us['engine_only']:.1f} µs and the application {us['api']:.1f} µs "
+        f"({_host(result)}). `{result['machine']['command']}`\n"
+    )
+
+
 def llama_cpp(result: dict[str, Any]) -> str:
     """Beside llama.cpp's server on the CPU."""
     out = [
@@ -376,6 +388,7 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capacity": capacity,
     "fragmentation": fragmentation,
     "policies": policies,
+    "cpu_frontend": frontend,
     "cpu_http_load": http_load,
     "cpu_llama_cpp": llama_cpp,
     "attention": attention,

@@ -3,7 +3,8 @@
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from pageserve.api.reasoning import CLOSE, Reasoning, ReasoningParser
 from pageserve.api.tool_parser import CallDelta, Text, ToolParser
@@ -14,12 +15,11 @@ from pageserve.tokenizer import Tokenizer
 Piece = Reasoning | Text | CallDelta
 
 
-@dataclass(slots=True)
-class ChatOutput(TextOutput):
+class ChatOutput(TextOutput, gc=False):
     """A step's output taken apart. ``text`` is the model's own; ``logprobs`` are those of tokens
     that begin in the answer; ``begins_call`` says that what comes next is, or may be, a call."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Piece] = msgspec.field(default_factory=list)
     begins_call: bool = False
 
 

@@ -18,8 +18,8 @@ from pageserve.api.errors import (
 )
 from pageserve.api.keys import ApiKey
 from pageserve.api.metrics import SequenceTimes
-from pageserve.engine.client import EngineDeadError, generate
-from pageserve.engine.output_processor import TextOutput
+from pageserve.engine.client import EngineDeadError
+from pageserve.engine.output_processor import OutputProcessor, TextOutput
 from pageserve.messages import INVALID_LOGITS, PROMPT_TOO_LONG, AddRequest
 
 logger = logging.getLogger("pageserve.api")
@@ -216,26 +216,37 @@ class Generation:
             raise self._failure
         context = self._context
         sequence = self._sequences[index]
-        stream = generate(context.client, context.loaded_tokenizer, sequence.request)
+        request = sequence.request
+        processor = OutputProcessor(
+            context.loaded_tokenizer, request.sampling_params, request.prompt_token_ids
+        )
         try:
-            async for output in stream:
-                self._observe(sequence, output)
-                if sequence.parser is not None:
-                    output = sequence.parser.parse(output)
-                if output.finish_reason is not None:
-                    reason = output.finish_reason
-                    self._finish(index, "stop" if reason == "tool_calls" else reason)
-                    if output.finish_reason in ("error", "abort"):
-                        if output.error == INVALID_LOGITS:
-                            self._metrics.corrupted.inc()
-                        raise self._failure or _failure(output)
-                yield index, output
-                if output.finish_reason is not None:  # perhaps before the engine knows
-                    return
+            # Closing the stream aborts what still runs in the engine, behind a stop string say.
+            async with aclosing(context.client.submit(request)) as stream:  # type: ignore[type-var]
+                async for step in stream:
+                    output = processor.process(step)
+                    if output is None:
+                        continue
+                    self._observe(sequence, output)
+                    if sequence.parser is not None:
+                        output = sequence.parser.parse(output)
+                    if output.finish_reason is not None:
+                        self._ended(index, output)
+                    yield index, output
+                    if output.finish_reason is not None:  # perhaps before the engine knows
+                        return
         except EngineDeadError:
             raise engine_dead() from None
-        finally:
-            await stream.aclose()
+
+    def _ended(self, index: int, output: TextOutput) -> None:
+        """Count a sequence's end; raises :class:`APIError` if it is a failure."""
+        reason = output.finish_reason
+        assert reason is not None
+        self._finish(index, "stop" if reason == "tool_calls" else reason)
+        if reason in ("error", "abort"):
+            if output.error == INVALID_LOGITS:
+                self._metrics.corrupted.inc()
+            raise self._failure or _failure(output)
 
     async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
         queue: asyncio.Queue[tuple[int, TextOutput] | Exception] = asyncio.Queue(MERGE_AHEAD)

@@ -1,13 +1,12 @@
 """The asyncio side of the engine: requests in, token ids out, one stream per request.
 
 :class:`EngineClient` is what the API needs; :class:`ProcessClient` (process.py) talks to the
-engine process and tests bring a scripted one. :func:`generate` adds text to a stream.
+engine process and tests bring a scripted one.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from pageserve.engine.output_processor import OutputProcessor, TextOutput
 from pageserve.messages import (
     AddRequest,
     EngineReady,
@@ -17,7 +16,6 @@ from pageserve.messages import (
     SchedulerStats,
     StepStats,
 )
-from pageserve.tokenizer import Tokenizer
 
 
 class EngineDeadError(RuntimeError):
@@ -68,24 +66,3 @@ class EngineClient(Protocol):
 
         Raises :class:`EngineDeadError`."""
         ...
-
-
-async def generate(
-    client: EngineClient, tokenizer: Tokenizer, request: AddRequest
-) -> AsyncGenerator[TextOutput]:
-    """Run one request and yield its text as it is released; the last output is finished.
-
-    A stop string that completes ends the request here and aborts it in the engine.
-    Raises :class:`EngineDeadError`.
-    """
-    processor = OutputProcessor(tokenizer, request.sampling_params, request.prompt_token_ids)
-    stream = client.submit(request)
-    try:
-        async for output in stream:
-            text = processor.process(output)
-            if text is not None:
-                yield text
-                if text.finish_reason is not None:
-                    return
-    finally:
-        await stream.aclose()  # type: ignore[attr-defined]

@@ -8,6 +8,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from pageserve.engine.detokenizer import Detokenizer
 from pageserve.messages import FinishReason, RequestOutput, TokenLogprobs
 from pageserve.sampling_params import SamplingParams
@@ -30,8 +32,7 @@ class LogprobEntry:
     top: list["LogprobEntry"] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class TextOutput:
+class TextOutput(msgspec.Struct, gc=False):
     """Text released by a step, with the tokens generated since the last such output.
 
     ``logprobs`` has the tokens whose text begins in ``text`` (None if not asked for), and
@@ -55,7 +56,7 @@ class TextOutput:
     error: str | None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
-    end_logprobs: list[LogprobEntry] = field(default_factory=list)
+    end_logprobs: list[LogprobEntry] = msgspec.field(default_factory=list)
 
 
 class StopMatcher:

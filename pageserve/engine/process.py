@@ -167,14 +167,18 @@ def _one_line(error: Exception) -> str:
 
 
 class RequestStream:
-    """Outputs of one request. A late consumer gets them merged, so memory stays bounded."""
+    """Outputs of one request, for one consumer. A late one gets them merged, so memory stays
+    bounded."""
+
+    __slots__ = ("_client", "_error", "_finished", "_pending", "_request_id", "_waiter")
 
     def __init__(self, client: "ProcessClient", request_id: str) -> None:
         self._client = client
         self._request_id = request_id
         self._pending: RequestOutput | None = None
         self._error: str | None = None
-        self._wake = asyncio.Event()
+        # Waits for an output: what a step costs each stream, so no asyncio.Event around it.
+        self._waiter: asyncio.Future[None] | None = None
         self._finished = False
 
     def put(self, output: RequestOutput) -> None:
@@ -183,12 +187,17 @@ class RequestStream:
             self._pending = output
         else:
             _merge(self._pending, output)
-        self._wake.set()
+        self._wake()
 
     def fail(self, message: str) -> None:
         """End the stream with :class:`EngineDeadError` once pending outputs were read."""
         self._error = message
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: the consumer was cancelled
+            waiter.set_result(None)
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -200,8 +209,8 @@ class RequestStream:
             if self._error is not None:
                 self._finished = True
                 raise EngineDeadError(self._error)
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         output, self._pending = self._pending, None
         self._finished = output.finish_reason is not None
         return output

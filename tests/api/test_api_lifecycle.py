@@ -370,7 +370,7 @@ def test_bug_in_one_of_several_sequences_ends_their_request(api, monkeypatch):
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pageserve.api.generation.generate", broken)
+        patch.setattr("pageserve.api.generation.OutputProcessor", broken)
         response = api.cmpl(prompt=["a", "b"])
         assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
         *_, last = events_of(api.cmpl(prompt=["a", "b"], stream=True).text)
