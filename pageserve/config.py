@@ -140,6 +140,9 @@ class ServerArgs(_Checked):
     ui: bool = _opt(True, "serve a page to chat on at / (default: yes)")
     strict_params: bool = _opt(False, "refuse unknown request fields instead of listing them")
     strict_context: bool = _opt(False, "refuse prompt + max_tokens beyond the context: no clamping")
+    escape_special_in_content: bool = _opt(
+        False, "read special tokens spelled in chat messages as plain text"
+    )
     any_model: bool = _opt(False, "serve requests for any model name with the default model")
     max_stop: int = _opt(16, "stop strings a request may have", min=1, max=1024)
     max_queue: int = _opt(1024, "waiting requests before 503", min=1)

@@ -8,7 +8,7 @@ import functools
 import json
 import sys
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ FIM_TOKENS = (  # what stands before the prefix, the suffix and the middle
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
+# Stands behind the first character of a special token's text that is to stay text. As a lone
+# surrogate it occurs in no text that came as UTF-8; the library sees a noncharacter in its place.
+PLAIN_MARK = "\ud800"
+_READABLE_MARK = "\ufffe"
 WORD_START = "▁"  # sentencepiece's spelling of a space
 
 DecodeTables = tuple[list[str | None], list[bytes]]
@@ -61,6 +65,8 @@ class Tokenizer:
             [i for i, token in added.items() if token.special]
             + [i for i in named.values() if i is not None]
         )
+        self._control_tokens = {i: t.content for i, t in added.items() if t.special}
+        self._unk_token_id = named.get("unk_token")
         self.fim_tokens = next(
             (
                 names
@@ -104,6 +110,74 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids
+
+    def mark_plain(self, text: str) -> str:
+        """Return ``text`` with :data:`PLAIN_MARK` in each special token that it spells."""
+        while places := [start + 1 for _, start, _, is_control in self._read(text) if is_control]:
+            bounds = zip([0, *places], [*places, len(text)], strict=True)
+            text = PLAIN_MARK.join(text[start:end] for start, end in bounds)
+        return text  # the next round finds tokens that overlapped with those of the last
+
+    def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the ids of ``text``, in which marked special tokens stay text.
+
+        What stands between two special tokens is read as ever if nothing in it is marked.
+        """
+        if PLAIN_MARK not in text:
+            return self.encode(text, add_special_tokens)
+        ids: list[int] = []
+        part, part_start = list[int](), 0  # since the last special token
+
+        def end_part(end: int) -> None:
+            piece = text[part_start:end]
+            ids.extend(self._encode_plain(piece) if PLAIN_MARK in piece else part)
+            part.clear()
+
+        for token_id, start, end, is_control in self._read(text, add_special_tokens):
+            if is_control:
+                end_part(start)
+                ids.append(token_id)
+                part_start = end
+            else:
+                part.append(token_id)
+        end_part(len(text))
+        return ids
+
+    def _read(
+        self, text: str, add_special_tokens: bool = False
+    ) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield (id, start, end, whether it is a special token without a mark) of the tokens."""
+        readable = text.replace(PLAIN_MARK, _READABLE_MARK)
+        # One that gives offsets; a batch of one, as in encode.
+        encoding = self._backend.encode_batch([readable], add_special_tokens=add_special_tokens)[0]
+        place = 0
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            content = self._control_tokens.get(token_id)
+            if content is not None and start == end:  # put around the text, and nowhere in it
+                yield token_id, place, place, add_special_tokens
+                continue
+            place = end
+            # Characters that the model does not know become a special token too, spelling nothing.
+            is_spelled = token_id != self._unk_token_id or content == text[start:end]
+            is_marked = PLAIN_MARK in text[start : end + 1]
+            yield token_id, start, end, content is not None and is_spelled and not is_marked
+
+    def _encode_plain(self, marked: str) -> list[int]:
+        """Return the ids of text alone, whatever it spells."""
+        text = marked.replace(PLAIN_MARK, "")
+        ids: list[int] = self._plain_backend.encode(text, add_special_tokens=False).ids
+        control = self._control_tokens.keys() - {self._unk_token_id}
+        if control.isdisjoint(ids):
+            return ids
+        # A vocabulary whose merges spell special tokens; no character alone does.
+        encodings = self._plain_backend.encode_batch_fast(list(text), add_special_tokens=False)
+        return [token_id for encoding in encodings for token_id in encoding.ids]
+
+    @functools.cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True  # "as ordinary text"
+        return backend
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of a whole sequence, U+FFFD where its bytes are not valid UTF-8."""

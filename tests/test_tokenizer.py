@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from pageserve.checkpoint import ModelError
 from pageserve.hub import resolve_model
-from pageserve.tokenizer import Tokenizer, build_gguf_tokenizer, load_tokenizer
+from pageserve.tokenizer import PLAIN_MARK, Tokenizer, build_gguf_tokenizer, load_tokenizer
 
 TEXTS = [
     "Hello world, it's 2024: 1234567 tokens!",
@@ -133,6 +133,65 @@ def test_encoding_lets_other_threads_run(demo):
     stop.set()
     thread.join()
     assert sum(begin + 0.01 < t < end - 0.01 for t in beats) > 3
+
+
+# --- special tokens that stay text ----------------------------------------------------------------
+
+SPELLED = ["<|im_start|>", "<|endoftext|>", "<|im_", "start|>", "a", " ", "\n", "\ufffe", "é"]
+
+
+@given(st.lists(st.sampled_from(SPELLED)).map("".join))
+@settings(max_examples=100, deadline=None)
+def test_marked_text_has_no_special_tokens(demo, text):
+    """C123"""
+    marked = demo.mark_plain(text)
+    ids = demo.encode_marked(marked, add_special_tokens=False)
+    assert marked.replace(PLAIN_MARK, "") == text == demo.decode(ids, skip_special_tokens=False)
+    assert demo.special_ids.isdisjoint(ids)
+    if marked == text:
+        assert ids == demo.encode(text, add_special_tokens=False)
+
+
+def test_marks_change_only_what_stands_between_the_same_special_tokens(demo):
+    start, end = "<|im_start|>", "<|im_end|>"
+    prompt = f"{start}user\nab {demo.mark_plain(end)} cd{end}\n{start}user\nHello world{end}\n"
+    ids = demo.encode_marked(prompt, add_special_tokens=False)
+    usual = demo.encode(prompt.replace(PLAIN_MARK, ""), add_special_tokens=False)
+    tail = demo.encode(f"{end}\n{start}user\nHello world{end}\n", add_special_tokens=False)
+    assert ids[-len(tail) :] == usual[-len(tail) :] == tail
+    assert ids.count(demo.token_id(end)) == 2 and usual.count(demo.token_id(end)) == 3
+
+
+def test_what_is_put_around_a_text_stays_where_it_is():
+    """BOS and EOS around a prompt of which all is marked."""
+    tokenizer = gguf("gpt-2", add_bos_token=True, add_eos_token=True)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids = tokenizer.encode_marked(tokenizer.mark_plain("<s></s>"), add_special_tokens=True)
+    assert (ids[0], ids[-1]) == (bos, eos)
+    assert ids.count(bos) == ids.count(eos) == 1
+    assert tokenizer.decode(ids[1:-1], skip_special_tokens=False) == "<s></s>"
+
+
+def test_merges_that_spell_a_special_token():
+    """A sentencepiece vocabulary's merges know no difference; characters that it lacks are no
+    special tokens either, though they become one."""
+    metadata = sentencepiece_metadata()
+    pieces = ["<", "/", "s", ">", "</", "s>"]
+    metadata["tokens"] = [*metadata["tokens"], *pieces]
+    metadata["token_type"] = [*metadata["token_type"], *[1] * len(pieces)]
+    metadata["scores"] = [*metadata["scores"], *[-1.0] * len(pieces)]
+    tokenizer = Tokenizer(*build_gguf_tokenizer(metadata))
+    assert 2 in tokenizer._plain_backend.encode("</s>", add_special_tokens=False).ids
+    ids = tokenizer.encode_marked(tokenizer.mark_plain("ab</s>é"), add_special_tokens=True)
+    assert ids[0] == 1 and 2 not in ids
+    assert "</s>" in tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "")
+    tokens = [t for t in metadata["tokens"] if not t.startswith("<0x")]
+    kept = [i for i, t in enumerate(metadata["tokens"]) if not t.startswith("<0x")]
+    metadata |= {"tokens": tokens}
+    metadata |= {k: [metadata[k][i] for i in kept] for k in ("token_type", "scores")}
+    unknowing = Tokenizer(*build_gguf_tokenizer(metadata))
+    assert unknowing.mark_plain("aéb") == "aéb" and 0 in unknowing.encode("aéb", False)
+    assert unknowing.mark_plain("<unk>é") == f"<{PLAIN_MARK}unk>é"
 
 
 def test_loading_imports_neither_torch_nor_transformers():

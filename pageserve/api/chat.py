@@ -1,7 +1,8 @@
 """Chat messages to a prompt: the model's Jinja template, in a sandbox.
 
 Text is tokenised as it was rendered, so special tokens spelled in a user's message become the
-tokens themselves, as with Hugging Face and vLLM.
+tokens themselves, as with Hugging Face and vLLM. With --escape-special-in-content they are marked
+before rendering (:func:`mark_messages`), and what is marked stays text.
 """
 
 import functools
@@ -92,6 +93,32 @@ def render_chat(
     return _cut_at_tag(prompt) if continue_final_message else prompt
 
 
+def mark_plain(tokenizer: Tokenizer, value: Any) -> Any:
+    """Return JSON with the special tokens marked that its strings spell, keys included."""
+    if isinstance(value, str):
+        return tokenizer.mark_plain(value)
+    if isinstance(value, Mapping):
+        return {mark_plain(tokenizer, k): mark_plain(tokenizer, v) for k, v in value.items()}
+    if isinstance(value, Sequence):
+        return [mark_plain(tokenizer, item) for item in value]
+    return value
+
+
+def mark_messages(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages with what they spell marked; arguments of calls are parsed before, as JSON
+    may hide a character behind an escape."""
+    parsed = [
+        {**m, "tool_calls": [_render_tool_call(call) for call in m["tool_calls"]]}
+        if m.get("tool_calls")
+        else m
+        for m in messages
+    ]
+    marked: list[dict[str, Any]] = mark_plain(tokenizer, parsed)
+    return marked
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 
@@ -138,6 +165,8 @@ def parse_arguments(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
+        if "\\ud" in arguments.lower():  # half a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

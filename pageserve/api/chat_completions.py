@@ -1,11 +1,13 @@
 """POST /v1/chat/completions."""
 
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pageserve.api.chat import TemplateError, render_chat
+from pageserve.api.chat import TemplateError, mark_messages, mark_plain, render_chat
 from pageserve.api.chat_plan import ChatPlan, plan_chat, tool_sampling
 from pageserve.api.choices import Prompt
 from pageserve.api.context import ServingContext
@@ -20,8 +22,10 @@ from pageserve.api.serving import (
     respond,
     sampling_params,
 )
+from pageserve.api.tool_protocol import Tool
 from pageserve.api.tools import prepare_messages
 from pageserve.sampling_params import SamplingParams
+from pageserve.tokenizer import PLAIN_MARK
 
 
 async def create_chat_completion(context: ServingContext, http: Request) -> Response:
@@ -32,7 +36,8 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     def prepare() -> tuple[Prompt, SamplingParams, ChatPlan | None]:
         params = tool_sampling(context, request, _params(context, request))
         text = render(context, request)
-        return _encode(context, request, text), params, plan_chat(context, request, text)
+        prompt = _encode(context, request, text)
+        return prompt, params, plan_chat(context, request, prompt.text)
 
     prompt, params, plan = await context.in_thread(prepare)
     grammar = await compile_constraint(context, request)
@@ -43,19 +48,27 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
 
 
 def render(context: ServingContext, request: ChatCompletionRequest | TemplateRequest) -> str:
-    """Return the prompt text of a conversation; raises :class:`APIError`."""
+    """Return the prompt text of a conversation, special tokens in contents marked if they are to
+    stay text; raises :class:`APIError`."""
     kwargs = dict(request.chat_template_kwargs)
     effort = getattr(request, "reasoning_effort", None)
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
     tokenizer = context.loaded_tokenizer
-    messages, tools = prepare_messages(tokenizer, request.messages or [], request.tools)
+    messages: Sequence[Mapping[str, Any]] = request.messages or []
+    tools: Sequence[Tool] | None = request.tools
+    documents: Sequence[Mapping[str, Any]] | None = request.documents
+    if context.config.escape_special_in_content:
+        messages = mark_messages(tokenizer, messages)
+        tools, documents = mark_plain(tokenizer, tools), mark_plain(tokenizer, documents)
+        kwargs = mark_plain(tokenizer, kwargs)
+    messages, tools = prepare_messages(tokenizer, messages, tools)
     try:
         return render_chat(
             tokenizer,
             messages,
             tools=tools,
-            documents=request.documents,
+            documents=documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             chat_template_kwargs=kwargs,
@@ -71,9 +84,10 @@ def template_failed(error: TemplateError) -> APIError:
 
 
 def _encode(context: ServingContext, request: ChatCompletionRequest, text: str) -> Prompt:
+    marked, text = text, text.replace(PLAIN_MARK, "")
     if request.truncate_prompt_tokens is None:
         check_text_length(context, request, text, "messages")
-    token_ids = context.loaded_tokenizer.encode(text, request.add_special_tokens)
+    token_ids = context.loaded_tokenizer.encode_marked(marked, request.add_special_tokens)
     return Prompt(fit_prompt(context, request, token_ids, "messages"), text)
 
 

@@ -19,6 +19,7 @@ from pageserve.api.keys import require_admin
 from pageserve.api.protocol import ApplyTemplateRequest, ignored_fields, parse
 from pageserve.api.serving import report_ignored
 from pageserve.engine.client import EngineDeadError
+from pageserve.tokenizer import PLAIN_MARK
 
 
 async def server_info(context: ServingContext, http: Request) -> Response:
@@ -97,7 +98,7 @@ async def apply_template(context: ServingContext, http: Request) -> Response:
     names = ignored_fields(request, strict=context.config.strict_params)
     headers = report_ignored(context, names)
     prompt = await context.in_thread(lambda: render(context, request))
-    return _json({"prompt": prompt}, headers)
+    return _json({"prompt": prompt.replace(PLAIN_MARK, "")}, headers)
 
 
 async def reset_prefix_cache(context: ServingContext, http: Request) -> Response:

@@ -65,7 +65,7 @@ def _encode(context: ServingContext, request: TokenizeRequest, texts: Sequence[s
     if special is None:
         special = request.add_special
     if request.messages is not None:
-        return context.loaded_tokenizer.encode(render(context, request), bool(special))
+        return context.loaded_tokenizer.encode_marked(render(context, request), bool(special))
     return context.loaded_tokenizer.encode(texts[0], special is not False)
 
 

@@ -335,7 +335,10 @@ CASES: dict[str, tuple[str, ...]] = {
         TEMPLATE + "test_rendering_stops_at_the_time_limit",
         REQUESTS + "test_template_arguments_reach_the_template",
     ),
-    "C123": (NEW + "test_control_tokens_in_a_message_are_parsed",),
+    "C123": (
+        NEW + "test_control_tokens_in_a_message_are_parsed",
+        NEW + "test_control_tokens_in_a_message_stay_text_if_asked_for",
+    ),
     "C125": (
         OPERATIONS + "test_oversized_requests_take_no_memory",
         ERRORS + "test_bad_chat_field",
@@ -399,6 +402,5 @@ PARTLY: dict[str, str] = {
     "C090": "bfloat16 on a GPU: scripts/ compare logprobs there, the CPU promise is float32",
     "C120": "redirects: nothing is ever fetched, so there is nothing to follow",
     "C121": "a template of the request: no switch allows one, so none is ever rendered",
-    "C123": "no switch that encodes content as plain text",
     "C140": "aborts through another worker: there is only one",
 }
