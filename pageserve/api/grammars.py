@@ -134,8 +134,9 @@ def _brief(error: str) -> str:
 class GrammarCompiler:
     """Grammars that are known to compile for a tokenizer, the latest 256 remembered.
 
-    Compiling runs in threads of its own. llguidance bounds the work of every call, so an overrun
-    one ends by itself; until then its thread counts as taken.
+    Compiling runs in threads of its own. Limits on sizes, on the work that schemas make
+    (:class:`pageserve.api.json_schema.Budget`) and llguidance's own bound it, so an overrun
+    compilation ends by itself; until then its thread counts as taken.
     """
 
     def __init__(self) -> None:

@@ -8,13 +8,16 @@ a text that matches it always validates against the original.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 from urllib.parse import unquote
 
 MAX_DEPTH = 64  # subschemas inside each other
 MAX_SUBSCHEMAS = 5000  # after unions and conjunctions are resolved
+MAX_WORK = 500_000  # values looked at while conjunctions and references are resolved
+SUBSCHEMA_WORK = 10  # what a subschema costs of it
+MAX_REF = 4096  # characters of a reference
 MAX_PATTERN = 4096  # characters of a regular expression
 MAX_REPETITIONS = 20_000  # of its repetitions inside each other
 MAX_NUMBER = 10**18  # numbers have at most 18 digits before the point
@@ -83,19 +86,48 @@ class SchemaError(ValueError):
         super().__init__(f"{path[-MAX_PATH:] or 'the schema'}: {message}")
 
 
-def normalize_schema(schema: Any, *, closed: bool = False) -> dict[str, Any]:
+class Budget:
+    """How much work schemas may make, since few bytes can ask for a lot of it. Schemas of one
+    request share one."""
+
+    def __init__(self, work: int = MAX_WORK) -> None:
+        self._left = work
+
+    def spend(self, work: int) -> None:
+        """Take work off; raises :class:`SchemaError` if there is less left."""
+        self._left -= work
+        if self._left < 0:
+            raise SchemaError("", "it takes too much work to resolve")
+
+    def spend_on(self, *values: Any) -> None:
+        """Take as much off as there are values inside of these."""
+        waiting = list(values)  # no recursion: conjunctions nest without end
+        while waiting:
+            self.spend(1)
+            value = waiting.pop()
+            if isinstance(value, dict):
+                waiting += value.values()
+            elif isinstance(value, list):
+                waiting += value
+
+
+def normalize_schema(
+    schema: Any, *, closed: bool = False, budget: Budget | None = None
+) -> dict[str, Any]:
     """Return a schema that the grammar compiler takes and that is at most as wide as ``schema``.
 
     ``closed`` forbids properties that an object's schema does not name unless it says otherwise.
-    Raises :class:`SchemaError` for what cannot be enforced and for what nothing can match.
+    Raises :class:`SchemaError` for what cannot be enforced, for what nothing can match, and for
+    what needs more than is left of ``budget`` (by default its own).
     """
-    return _Normalizer(schema, closed).run()
+    return _Normalizer(schema, closed, budget or Budget()).run()
 
 
 class _Normalizer:
-    def __init__(self, root: Any, closed: bool) -> None:
+    def __init__(self, root: Any, closed: bool, budget: Budget) -> None:
         self._root = root
         self._closed = closed
+        self._budget = budget
         self._names: dict[str, str] = {}  # reference → name in the result
         self._defs: dict[str, Schema] = {}
         self._waiting: list[str] = []  # references whose definition is not in the result yet
@@ -116,11 +148,15 @@ class _Normalizer:
 
     def _finite_definitions(self) -> set[str]:
         finite: set[str] = set()
+        unknown = dict(reversed(self._defs.items()))  # what others refer to tends to come later
         while True:
-            more = {name for name, node in self._defs.items() if _is_finite(node, finite)}
-            if more == finite:
+            self._budget.spend(len(unknown))
+            for name, node in unknown.items():
+                if _is_finite(node, finite):
+                    finite.add(name)
+            if not finite & unknown.keys():
                 return finite
-            finite = more
+            unknown = {name: node for name, node in unknown.items() if name not in finite}
 
     # --- one schema ---
 
@@ -135,12 +171,13 @@ class _Normalizer:
             return self._any()
         if used == ["$ref"]:
             return self._reference(node["$ref"], path)
-        if used == ["allOf"] and len(_array(node, "allOf", path)) == 1:
+        if used == ["allOf"] and len(node["allOf"]) == 1:
             return self._schema(node["allOf"][0], f"{path}/allOf/0", depth + 1)
         return self._combined(node, path, depth)
 
     def _charge(self, path: str, depth: int) -> None:
         self._count += 1
+        self._budget.spend(SUBSCHEMA_WORK)
         if self._count > MAX_SUBSCHEMAS:
             raise SchemaError("", f"it has more than {MAX_SUBSCHEMAS} subschemas")
         if depth > MAX_DEPTH:
@@ -156,6 +193,11 @@ class _Normalizer:
                 raise SchemaError(f"{path}/{word}", f"the keyword {word} is not supported")
         if path and "$id" in value:
             raise SchemaError(f"{path}/$id", "the keyword $id is supported at the top only")
+        for word in value:
+            if word in _SHAPES:
+                fits, words = _SHAPES[word]
+                if not fits(value[word]):
+                    raise SchemaError(f"{path}/{word}", words)
         return value
 
     def _combined(self, node: dict[str, Any], path: str, depth: int) -> Schema:
@@ -165,8 +207,7 @@ class _Normalizer:
         if "$ref" in node:
             members.append(({"$ref": node["$ref"]}, path))
         if "allOf" in node:
-            items = _array(node, "allOf", path)
-            members += [(item, f"{path}/allOf/{i}") for i, item in enumerate(items)]
+            members += [(item, f"{path}/allOf/{i}") for i, item in enumerate(node["allOf"])]
         for member, where in members:
             joined = self._joined(base, member, where, depth)
             if joined is False:
@@ -178,7 +219,7 @@ class _Normalizer:
         if word is None:
             return self._plain(base, path, depth) if base else self._any()
         branches = []
-        for i, branch in enumerate(_array(node, word, path)):
+        for i, branch in enumerate(node[word]):
             where = f"{path}/{word}/{i}"
             joined = self._joined(base, branch, where, depth) if base else branch
             branches.append(self._schema(joined, where, depth + 1))
@@ -193,8 +234,9 @@ class _Normalizer:
             return False
         right = self._checked(value, path)
         self._charge(path, depth)
+        self._budget.spend_on(left, right)
         if "allOf" in right and not any(w in right for w in ("$ref", "anyOf", "oneOf")):
-            for i, item in enumerate(_array(right, "allOf", path)):
+            for i, item in enumerate(right["allOf"]):
                 joined = self._joined(left, item, f"{path}/allOf/{i}", depth + 1)
                 if joined is False:
                     return False
@@ -208,10 +250,12 @@ class _Normalizer:
     def _resolved(self, value: Any, path: str) -> tuple[Any, str]:
         seen = set()
         while isinstance(value, dict) and [w for w in value if w in _CONSTRAINTS] == ["$ref"]:
-            if value["$ref"] in seen:
+            ref = value["$ref"]
+            target = self._target(ref, path)
+            if ref in seen:
                 raise SchemaError(f"{path}/$ref", "the reference leads back to itself")
-            seen.add(value["$ref"])
-            value, path = self._target(value["$ref"], path), str(value["$ref"]).removeprefix("#")
+            seen.add(ref)
+            value, path = target, ref.removeprefix("#")
         return value, path
 
     # --- references ---
@@ -227,10 +271,13 @@ class _Normalizer:
         where = f"{path}/$ref"
         if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
             raise SchemaError(where, "$ref must point into the schema itself: #/…")
+        if len(ref) > MAX_REF:
+            raise SchemaError(where, f"has more than {MAX_REF} characters")
+        self._budget.spend(1 + ref.count("/"))
         target = self._root
         for token in ref.split("/")[1:]:
             key = unquote(token).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            if isinstance(target, list) and _INDEX.fullmatch(key) and int(key) < len(target):
                 target = target[int(key)]
             elif isinstance(target, dict) and key in target:
                 target = target[key]
@@ -250,7 +297,7 @@ class _Normalizer:
     # --- one schema without references and unions ---
 
     def _plain(self, node: dict[str, Any], path: str, depth: int) -> Schema:
-        types = _types(node, path)
+        types = _types(node)
         values = None
         if "enum" in node or "const" in node:
             values = [v for v in _literals(node, path) if any(_has_type(v, t) for t in types)]
@@ -272,15 +319,12 @@ class _Normalizer:
         return {"type": kind}
 
     def _object(self, node: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
-        properties = node.get("properties", {})
-        if not isinstance(properties, dict):
-            raise SchemaError(f"{path}/properties", "must be an object")
         result: dict[str, Any] = {"type": "object"}
         result["properties"] = {
             name: self._schema(value, f"{path}/properties/{name}", depth + 1)
-            for name, value in properties.items()
+            for name, value in node.get("properties", {}).items()
         }
-        result["required"] = list(dict.fromkeys(_strings(node, "required", path)))
+        result["required"] = list(dict.fromkeys(node.get("required", [])))
         more = node.get("additionalProperties", not self._closed)
         result["additionalProperties"] = self._schema(
             more, f"{path}/additionalProperties", depth + 1
@@ -292,13 +336,60 @@ class _Normalizer:
         if "prefixItems" in node:
             result["prefixItems"] = [
                 self._schema(value, f"{path}/prefixItems/{i}", depth + 1)
-                for i, value in enumerate(_array(node, "prefixItems", path))
+                for i, value in enumerate(node["prefixItems"])
             ]
-        items = node.get("items", True)
-        if isinstance(items, list):
-            raise SchemaError(f"{path}/items", "an array of schemas is spelled prefixItems")
-        result["items"] = self._schema(items, f"{path}/items", depth + 1)
+        result["items"] = self._schema(node.get("items", True), f"{path}/items", depth + 1)
         return result | _counts(node, ("minItems", "maxItems"), path)
+
+
+# --- the shapes of keywords -----------------------------------------------------------------------
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_types(value: Any) -> bool:
+    return all(name in TYPES for name in (value if isinstance(value, list) else [value]))
+
+
+# Wherever they stand: one beside a type that it says nothing about must be right as well.
+_SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (_are_types, f"must be of {', '.join(TYPES)}"),
+    "items": (_is_schema, "must be a schema; an array of schemas is spelled prefixItems"),
+    "additionalProperties": (_is_schema, "must be an object or a boolean"),
+    "properties": (lambda value: isinstance(value, dict), "must be an object"),
+    "required": (_are_strings, "must be an array of strings"),
+    **dict.fromkeys(
+        ("enum", "allOf", "anyOf", "oneOf", "prefixItems"), (_is_array, "must be a non-empty array")
+    ),
+    **dict.fromkeys(("pattern", "format"), (_is_string, "must be a string")),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems"),
+        (_is_count, "must be a non-negative integer"),
+    ),
+    **dict.fromkeys(_KEYWORDS["number"], (_is_number, "must be a number")),
+}
 
 
 # --- scalars --------------------------------------------------------------------------------------
@@ -308,8 +399,6 @@ def _string(node: dict[str, Any], path: str) -> dict[str, Any]:
     result: dict[str, Any] = {"type": "string"} | _counts(node, ("minLength", "maxLength"), path)
     pattern = node.get("pattern")
     if pattern is not None:
-        if not isinstance(pattern, str):
-            raise SchemaError(f"{path}/pattern", "must be a string")
         if problem := too_big(pattern):
             raise SchemaError(f"{path}/pattern", problem)
         result["pattern"] = pattern
@@ -329,6 +418,7 @@ def _string(node: dict[str, Any], path: str) -> dict[str, Any]:
     return result | {"format": form}
 
 
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # of an array, in a reference
 _PATTERN_TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|(\()|(\))|[?*+]|.", re.DOTALL
 )
@@ -365,7 +455,7 @@ def _number(node: dict[str, Any], path: str, *, integer: bool) -> dict[str, Any]
     Exclusive bounds become inclusive ones: the compiler lets a bare 0 pass an exclusive 0.
     """
     step = node.get("multipleOf")
-    if step is not None and (isinstance(step, bool) or step != 1):
+    if step is not None and step != 1:
         raise SchemaError(f"{path}/multipleOf", "multipleOf is supported as 1 only")
     integer = integer or step is not None
     grid = Decimal(1) if integer else RESOLUTION
@@ -391,8 +481,6 @@ def _number(node: dict[str, Any], path: str, *, integer: bool) -> dict[str, Any]
 def _bound(node: dict[str, Any], word: str, path: str, grid: Decimal, inward: str) -> Decimal:
     """Return an inclusive bound on the grid, of at most 15 digits and at least as strict."""
     value = node[word]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SchemaError(f"{path}/{word}", "must be a number")
     if abs(value) > MAX_NUMBER:
         if (value > 0) == (inward == ROUND_CEILING):
             raise SchemaError(f"{path}/{word}", f"numbers beyond {MAX_NUMBER} are not supported")
@@ -409,11 +497,7 @@ def _counts(node: dict[str, Any], words: tuple[str, str], path: str) -> dict[str
     for word in words:
         if word not in node:
             continue
-        value = node[word]
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise SchemaError(f"{path}/{word}", "must be a non-negative integer")
+        value = int(node[word])
         if value > MAX_COUNT and word.startswith("min"):
             raise SchemaError(f"{path}/{word}", f"must be at most {MAX_COUNT}")
         result[word] = min(value, MAX_COUNT)
@@ -422,9 +506,9 @@ def _counts(node: dict[str, Any], words: tuple[str, str], path: str) -> dict[str
 
 def _literals(node: dict[str, Any], path: str) -> list[Any]:
     """Return the values that ``enum`` and ``const`` leave."""
-    values = _array(node, "enum", path) if "enum" in node else [node["const"]]
+    values = node["enum"] if "enum" in node else [node["const"]]
     if "const" in node:
-        values = [v for v in values if _equal(v, node["const"])]
+        values = _common_values(values, [node["const"]])
     word = "enum" if "enum" in node else "const"
     for value in values:
         _check_literal(value, f"{path}/{word}")
@@ -435,7 +519,7 @@ def _check_literal(value: Any, path: str) -> None:
     if isinstance(value, dict | list):
         for child in value.values() if isinstance(value, dict) else value:
             _check_literal(child, path)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif _is_number(value):
         plain = abs(value) <= EXACT_INTEGER
         if isinstance(value, float) and value:
             plain = 1e-6 <= abs(value) < 1e15 and float(f"{value:.15g}") == value
@@ -443,17 +527,13 @@ def _check_literal(value: Any, path: str) -> None:
             raise SchemaError(path, "numbers of more than 15 digits are not supported here")
 
 
-def _types(node: dict[str, Any], path: str) -> list[str]:
+def _types(node: dict[str, Any]) -> list[str]:
     """Return the types a value may have: those named, or those that the keywords are about."""
-    given = node.get("type")
-    if given is None:
+    if "type" not in node:
         if "enum" in node or "const" in node:
             return list(TYPES)
         return [t for t, words in _KEYWORDS.items() if any(w in node for w in words)]
-    types = given if isinstance(given, list) else [given]
-    for name in types:
-        if name not in TYPES:
-            raise SchemaError(f"{path}/type", f"must be of {', '.join(TYPES)}")
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
     if "number" in types:
         types = [t for t in types if t != "integer"]
     return list(dict.fromkeys(types))
@@ -489,6 +569,20 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def _key(value: Any) -> Hashable:
+    """Return what is equal for values that :func:`_equal` says are, and only for them."""
+    if isinstance(value, list):
+        return list, tuple(map(_key, value))
+    if isinstance(value, dict):
+        return dict, frozenset((name, _key(child)) for name, child in value.items())
+    return (bool, value) if isinstance(value, bool) else value
+
+
+def _common_values(left: list[Any], right: list[Any]) -> list[Any]:
+    keys = {_key(value) for value in right}
+    return [value for value in left if _key(value) in keys]
+
+
 # --- combining ------------------------------------------------------------------------------------
 
 
@@ -507,19 +601,17 @@ def _conjunction(left: dict[str, Any], right: dict[str, Any], path: str) -> dict
         if word not in result or _equal(result[word], value):
             result[word] = value
         elif word == "required":
-            result[word] = [*_strings(left, word, path), *_strings(right, word, path)]
+            result[word] = [*left[word], *value]
         elif word == "type":
-            result[word] = _common_types(_types(left, path), _types(right, path))
+            result[word] = _common_types(_types(left), _types(right))
         elif word == "enum":
-            mine = _array(left, "enum", path)
-            theirs = _array(right, "enum", path)
-            both = [v for v in mine if any(_equal(v, w) for w in theirs)]
+            both = _common_values(left[word], value)
             result |= {word: both} if both else {"type": []}
-        elif word in _JOIN and all(type(v) in (int, float) for v in (result[word], value)):
+        elif word in _JOIN:
             result[word] = _JOIN[word](result[word], value)
         else:
             raise SchemaError(f"{path}/{word}", f"two different values of {word} must both hold")
-    _join_properties(result, left, right, path)
+    _join_properties(result, left, right)
     return result
 
 
@@ -530,13 +622,8 @@ def _common_types(left: list[str], right: list[str]) -> list[str]:
     return both
 
 
-def _join_properties(
-    result: dict[str, Any], left: dict[str, Any], right: dict[str, Any], path: str
-) -> None:
-    sides = [(side.get("properties", {}), side) for side in (left, right)]
-    if not all(isinstance(properties, dict) for properties, _ in sides):
-        raise SchemaError(f"{path}/properties", "must be an object")
-    (mine, _), (theirs, _) = sides
+def _join_properties(result: dict[str, Any], left: dict[str, Any], right: dict[str, Any]) -> None:
+    mine, theirs = left.get("properties", {}), right.get("properties", {})
     joined: dict[str, Any] = {}
     for name in (*mine, *theirs):
         if name in mine and name in theirs:
@@ -578,17 +665,3 @@ def _is_finite(node: Schema, finite: set[str]) -> bool:
             items = [*items, node["items"]]
         return all(_is_finite(item, finite) for item in items)
     return True
-
-
-def _array(node: Mapping[str, Any], word: str, path: str) -> list[Any]:
-    value = node[word]
-    if not isinstance(value, list) or not value:
-        raise SchemaError(f"{path}/{word}", "must be a non-empty array")
-    return value
-
-
-def _strings(node: Mapping[str, Any], word: str, path: str) -> list[str]:
-    value = node.get(word, [])
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise SchemaError(f"{path}/{word}", "must be an array of strings")
-    return value

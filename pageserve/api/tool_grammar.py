@@ -12,8 +12,8 @@ import orjson
 
 from pageserve.api import reasoning, tools
 from pageserve.api.errors import bad_request
-from pageserve.api.grammars import ONE_SPACE
-from pageserve.api.json_schema import SchemaError, normalize_schema
+from pageserve.api.grammars import MAX_BYTES, ONE_SPACE
+from pageserve.api.json_schema import Budget, SchemaError, normalize_schema
 from pageserve.api.tool_protocol import Tool, ToolChoice
 from pageserve.tokenizer import Tokenizer
 
@@ -83,11 +83,12 @@ def behind_reasoning(tokenizer: Tokenizer, block: str, grammar: str) -> str:
 def _calls(given: Sequence[Tool], choice: ToolChoice) -> tuple[list[str], list[str]]:
     """Return the rule of a call, with one for each tool allowed, and notes on those relaxed."""
     rules, names, relaxed = [], [], []
+    limits = _Limits()
     for i, tool in enumerate(given):
         function = tool["function"]
         if choice.names is not None and function["name"] not in choice.names:
             continue
-        schema, problem = _schema(function)
+        schema, problem = _schema(function, limits)
         if problem is not None:
             param = f"tools[{i}].function.parameters"
             if function.get("strict"):
@@ -99,14 +100,30 @@ def _calls(given: Sequence[Tool], choice: ToolChoice) -> tuple[list[str], list[s
     return [f"call: {' | '.join(names)}", *rules], relaxed
 
 
-def _schema(function: Tool) -> tuple[dict[str, object], str | None]:
+class _Limits:
+    """What the schemas of one request may take together."""
+
+    def __init__(self) -> None:
+        self.budget = Budget()
+        self._bytes = 0
+
+    def add(self, schema: object) -> None:
+        """Count a schema; raises :class:`SchemaError` if it does not fit in."""
+        size = len(orjson.dumps(schema))
+        if self._bytes + size > MAX_BYTES:
+            raise SchemaError("", f"more than {MAX_BYTES} bytes of all tools are not supported")
+        self._bytes += size
+
+
+def _schema(function: Tool, limits: _Limits) -> tuple[dict[str, object], str | None]:
     """Return the schema of a tool's arguments, and why it is not the tool's own if it is not."""
     spaces = {"x-guidance": ONE_SPACE}
     parameters = function.get("parameters")
     if parameters is None:
         return NO_ARGUMENTS | spaces, None
     try:
-        schema = normalize_schema({**parameters, "type": "object"})
+        limits.add(parameters)
+        schema = normalize_schema({**parameters, "type": "object"}, budget=limits.budget)
     except SchemaError as error:
         return ANY_OBJECT | spaces, str(error)
     return schema | spaces, None

@@ -5,24 +5,28 @@ could be made to say.
 """
 
 import asyncio
+import contextlib
 import datetime
 import json
 import random
+import re
 import time
 from typing import Any, Literal
 
 import jsonschema
 import pytest
 from api_harness import CHAT, CMPL, HI, TOKENIZER, Api, error_of, events_of
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 from schema_samples import SCHEMAS, closed, random_schema, sample
 from test_api_sdk import Server
 
-from pageserve.api import grammars
+from pageserve.api import grammars, json_schema
 from pageserve.api.errors import APIError
 from pageserve.api.grammars import GrammarCompiler, grammar_of
-from pageserve.api.json_schema import MAX_DEPTH, normalize_schema
+from pageserve.api.json_schema import MAX_DEPTH, TYPES, Budget, SchemaError, normalize_schema
 from pageserve.api.structured_output import Constraint
 from pageserve.grammar import GrammarError, compile_grammar, llguidance_tokenizer
 
@@ -220,6 +224,10 @@ MALFORMED = [
     ({"type": "string", "pattern": 1}, "/pattern"),
     ({"$ref": "#/nowhere"}, "#/nowhere"),
     ({"$ref": 3}, "/$ref"),
+    ({"$ref": []}, "/$ref"),
+    ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 4000}]}, "/anyOf/0/$ref"),
+    ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]}, "/anyOf/0/$ref"),
+    ({"type": "string", "format": []}, "/format"),
     ({"$ref": "#"}, "leads back to itself"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "leads back to itself"),
     ("a string", "not valid JSON"),
@@ -290,6 +298,123 @@ def test_depth_and_size(api):
         error = error_of(api.cmpl(guided_json=schema))
         assert (error["code"], error["param"]) == ("invalid_json_schema", "guided_json")
         assert words in error["message"]
+
+
+WRONG: dict[str, list[Any]] = {
+    "a schema": [3, "x", [], None],
+    "an array of schemas": [3, "x", {}, [], True, None],
+    "an array of values": [3, "x", {}, [], True, None],
+    "an object": [3, "x", [], [{}], True, None],
+    "a string": [3, [], {}, ["x"], [[]], True, None],
+    "a number": ["3", [], {}, [3], True, None],
+    "a count": ["3", [], {}, [3], True, None, -1, 1.5, -1e300],
+    "strings": [3, "x", {}, [3], [[]], [{}], True, None],
+    "a type": [3, "x", {}, ["x"], [3], [[]], [{}], True, None],
+}
+SHAPES = {
+    "a schema": ["items", "additionalProperties"],
+    "an array of schemas": ["allOf", "anyOf", "oneOf", "prefixItems"],
+    "an array of values": ["enum"],
+    "an object": ["properties"],
+    "a string": ["$ref", "pattern", "format"],
+    "a number": [
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"
+    ],
+    "a count": ["minLength", "maxLength", "minItems", "maxItems"],
+    "strings": ["required"],
+    "a type": ["type"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(w, v) for shape, words in SHAPES.items() for w in words for v in WRONG[shape]],
+)
+def test_every_keyword_has_the_right_shape(word, value):
+    """Wherever it stands, also beside a type that it says nothing about."""
+    schemas = (
+        {word: value},
+        {"type": "null", word: value},
+        {"type": list(TYPES), word: value},
+        {"enum": [None], word: value},
+        {"allOf": [{word: value}, {"minimum": 1}]},
+        {"minimum": 1, "allOf": [{"allOf": [{word: value}]}]},
+        {"minLength": 1, "anyOf": [{word: value}, True]},
+        {"properties": {"a": {word: value}}},
+    )
+    for schema in schemas:
+        with pytest.raises(SchemaError, match=re.escape(f"/{word}")):
+            normalize_schema(schema)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([w for words in SHAPES.values() for w in words]),
+        st.sampled_from([v for values in WRONG.values() for v in values] + [1, "#", ["a"], [{}]]),
+        max_size=3,
+    ),
+    st.sampled_from(["allOf", "anyOf", "properties"]),
+)
+def test_no_schema_fails_but_as_a_bad_schema(keywords, word):
+    inner = {"a": keywords} if word == "properties" else [keywords, {"type": "string"}]
+    for schema in (keywords, {word: inner}):
+        with contextlib.suppress(SchemaError):
+            normalize_schema(schema)
+
+
+def test_conjunction_of_enums():
+    """1 and 1.0 are one number, true is none."""
+    left = [1, True, 2.0, 0, "a", [1, {"b": False}], {"x": [2]}, None]
+    right = [None, {"x": [2.0]}, [1, {"b": 0}], 2, 1.0, False]
+    both = normalize_schema({"allOf": [{"enum": left}, {"enum": right}]})
+    assert [type(v) for v in both["enum"]] == [int, float, dict, type(None)]
+    assert both["enum"] == [1, 2, {"x": [2]}, None]
+    assert normalize_schema({"enum": [True, 1, "a"], "const": 1.0}) == {"enum": [1]}
+
+
+def small_but_heavy():
+    """Schemas of at most 256 KiB that ask for much more."""
+    many = list(range(10_000))
+    return [
+        {"enum": many, "anyOf": [{}] * 5000},
+        {"enum": [many], "anyOf": [{}] * 5000},
+        {"properties": {f"p{i}": 1 for i in many}, "allOf": [{"minimum": 1}] * 4000},
+        {"allOf": [{"required": [f"a{i}"]} for i in range(4900)]},
+        {"allOf": [{"properties": {"a": {"minimum": i}}} for i in range(4000)]},
+        {"anyOf": [{"$ref": f"#/anyOf/{i + 1}"} for i in range(4900)] + [{}]},
+        {"$ref": "#/" + "a" * 5000},
+    ]
+
+
+@pytest.mark.parametrize("schema", small_but_heavy())
+def test_work_is_bounded(schema):
+    assert len(json.dumps(schema, separators=(",", ":"))) <= 2**18
+    spent = []
+
+    class Counted(Budget):
+        def spend(self, work):
+            spent.append(work)
+            super().spend(work)
+
+    with pytest.raises(SchemaError, match=r"too much work|characters|deeper"):
+        normalize_schema(schema, budget=Counted())
+    assert sum(spent) < 600_000
+
+
+def test_long_enums_meet_in_linear_time(monkeypatch):
+    calls = 0
+    key = json_schema._key
+
+    def counted(value):
+        nonlocal calls
+        calls += 1
+        return key(value)
+
+    monkeypatch.setattr(json_schema, "_key", counted)
+    monkeypatch.setattr(json_schema, "_equal", lambda left, right: left is right)
+    many = list(range(3500))
+    both = normalize_schema({"allOf": [{"enum": many}, {"enum": many[::-1]}]})
+    assert both == {"enum": many} and calls == 7000
 
 
 # --- regular expressions, choices, grammars -------------------------------------------------------

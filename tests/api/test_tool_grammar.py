@@ -18,6 +18,10 @@ from test_api_tools import (
     call_text,
 )
 
+from pageserve.api import json_schema
+from pageserve.api.errors import APIError
+from pageserve.api.tool_grammar import tool_grammar
+from pageserve.api.tool_protocol import ToolChoice
 from pageserve.grammar import compile_grammar, llguidance_tokenizer
 
 SPECIAL = byte_tokenizer(QWEN, added=(OPEN, CLOSE), special=(OPEN, CLOSE))
@@ -43,6 +47,11 @@ def ask(make_api):
         return api.engine.requests[-1], response
 
     return ask
+
+
+def grammar_of(*functions):
+    given = [{"type": "function", "function": function} for function in functions]
+    return tool_grammar(QWEN_TOKENIZER, given, ToolChoice("auto"), parallel=True)
 
 
 def allows(request, text, tokenizer=QWEN_TOKENIZER):
@@ -161,6 +170,40 @@ def test_a_schema_that_cannot_be_enforced(ask, make_api, choice):
     )
     _, response = ask(tool_choice=choice)
     assert "x-pageserve-warning" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": []},
+        {"$ref": {}},
+        {"properties": {"x": {"type": "string", "format": {}}}},
+        {"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]},
+        {"properties": {"x": {"enum": ["y" * 2**18]}}},
+        {"enum": [list(range(10_000))], "anyOf": [{}] * 5000},
+    ],
+    ids=["ref", "object", "format", "digits", "bytes", "work"],
+)
+def test_odd_schemas_are_relaxed_or_refused(ask, make_api, parameters):
+    function = {"name": "odd", "parameters": parameters}
+    (note,) = grammar_of(function).relaxed
+    assert note.startswith("tools[0].function.parameters: ")
+    with pytest.raises(APIError) as caught:
+        grammar_of({**function, "strict": True})
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json_schema")
+    if len(str(parameters)) < 100:  # fits into the model's context
+        request, response = ask(tools=[{"type": "function", "function": function}])
+        assert allows(request, behind_tag(call_text("odd", '{"x": [1]}')))
+        assert "tools[0].function.parameters: " in response.headers["x-pageserve-warning"]
+
+
+def test_schemas_of_all_tools_share_the_limits(monkeypatch):
+    long = {"description": "d" * 2**16}
+    notes = grammar_of(*({"name": f"f{i}", "parameters": long} for i in range(4))).relaxed
+    assert len(notes) == 1 and "tools[3]" in notes[0] and "262144 bytes" in notes[0]
+    monkeypatch.setattr(json_schema.Budget.__init__, "__defaults__", (150,))
+    notes = grammar_of(*({"name": f"f{i}", "parameters": {}} for i in range(9))).relaxed
+    assert 0 < len(notes) < 9 and all("too much work" in note for note in notes)
 
 
 def test_definitions_of_one_tool_do_not_meet_those_of_another(ask):
