@@ -16,6 +16,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import orjson
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -160,10 +161,11 @@ def _render_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_arguments(arguments: Any) -> Any:
     """Return the object in ``arguments``, or the text itself: a bad call of the past must not make
-    every later turn fail."""
+    every later turn fail, be it no JSON or JSON of what is no text, as half a surrogate pair is."""
     if not isinstance(arguments, str):
         return arguments
     try:
+        orjson.loads(arguments)  # the stricter one; only the other keeps integers of any length
         value = json.loads(arguments)
         if "\\ud" in arguments.lower():  # half a surrogate pair is no text
             json.dumps(value, ensure_ascii=False).encode()

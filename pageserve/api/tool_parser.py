@@ -4,11 +4,12 @@ Each character is looked at once, whatever the text: nothing is searched again w
 and what turns out to be no call is passed on as text without being read a second time.
 """
 
-import json
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
+
+import orjson
 
 from pageserve.api.ids import random_id
 
@@ -266,8 +267,9 @@ class ToolParser:
 
         yield from self._read_value(note, in_string=True)
         try:
-            value: str = json.loads("".join(raw))
-        except ValueError:
+            # Unlike json it refuses half a surrogate pair, which no answer could hold.
+            value: str = orjson.loads("".join(raw))
+        except orjson.JSONDecodeError:
             raise _Malformed from None
         return value
 

@@ -1,5 +1,6 @@
 """Messages to prompts: equality with transformers, OpenAI's message shapes, refusals."""
 
+import json
 import re
 import time
 
@@ -159,6 +160,11 @@ def test_message_shapes():
         ("not json", '"not json"'),
         ("[1]", '"[1]"'),
         ("", '""'),
+        (r'{"a": "\ud800"}', json.dumps(r'{"a": "\ud800"}')),
+        (r'{"\udc00": 1}', json.dumps(r'{"\udc00": 1}')),
+        (r'{"a": "\ud83d\ude00"}', '{"a": "😀"}'),
+        ('{"a": 1e400}', json.dumps('{"a": 1e400}')),
+        ('{"a": 123456789012345678901234567890}',) * 2,
         ("[" * 100_000, '"' + "[" * 100_000 + '"'),
     ],
 )

@@ -101,6 +101,8 @@ MALFORMED = {
     "name is no string": f'{OPEN}{{"name": 1}}{CLOSE}',
     "a list": f'{OPEN}[{{"name": "f"}}]{CLOSE}',
     "bad escape": f'{OPEN}{{"name": "\\x"}}{CLOSE}',
+    "half a surrogate pair": f'{OPEN}{{"name": "\\ud83d", "arguments": {{}}}}{CLOSE}',
+    "the other half": f'{OPEN}{{"name": "f\\ude00", "arguments": {{}}}}{CLOSE}',
     "arguments are text, and first": f'{OPEN}{{"arguments": "{{}}", "name": "f"}}{CLOSE}',
     "nothing inside": f"{OPEN}{CLOSE}",
     "ends in the head": f'{OPEN}{{"na',
