@@ -190,7 +190,11 @@ class KeyRing:
 
 
 def load_keys(secrets: Sequence[str], path: str | None) -> KeyRing:
-    """Return the keys given by flags and in the file; raises :class:`ConfigError`."""
+    """Return the keys given by flags and in the file; raises :class:`ConfigError`, also for a
+    secret that no header could carry as it is: an empty one, one with spaces around it."""
+    for secret in secrets:
+        if problem := _unusable(secret):
+            raise ConfigError(f"--api-key {problem}")
     entries = [KeyEntry(f"key-{i + 1}", secret) for i, secret in enumerate(dict.fromkeys(secrets))]
     if path is not None:
         entries += _read(Path(path))
@@ -207,7 +211,16 @@ def _read(path: Path) -> list[KeyEntry]:
         raise ConfigError(f"--api-keys-file {path}: {error}") from None
     if not entries:
         raise ConfigError(f"--api-keys-file {path} holds no keys")
+    for entry in entries:
+        if entry.key is not None and (problem := _unusable(entry.key)):
+            raise ConfigError(f"--api-keys-file {path}: the key {entry.name!r} {problem}")
     return entries
+
+
+def _unusable(secret: str) -> str | None:
+    if not secret.strip():
+        return "must not be empty"
+    return "must not have spaces around it" if secret != secret.strip() else None
 
 
 def digest_of(secret: bytes) -> bytes:

@@ -82,6 +82,23 @@ def test_bad_files_are_refused(tmp_path, content, words):
         load_keys((), str(path))
 
 
+@pytest.mark.parametrize(
+    ("secret", "words"),
+    [
+        ("", "empty"), (" ", "empty"), ("\n", "empty"), (" x", "spaces"), ("x\n", "spaces"),
+    ],
+)  # fmt: skip
+def test_secrets_that_no_header_carries_are_refused(make_api, tmp_path, secret, words):
+    """An empty one must not leave the server open."""
+    with pytest.raises(ConfigError, match=f"--api-key must not .*{words}"):
+        make_api(server={"api_key": (secret,)})
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "a", "key": secret}]}))
+    with pytest.raises(ConfigError, match=r"--api-keys-file .*keys\.json") as caught:
+        load_keys((), str(path))
+    assert words in str(caught.value) or not secret  # the file's format refuses that one itself
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.toml"):
         load_keys((), str(tmp_path / "nothing.toml"))
