@@ -2,8 +2,10 @@
 
 Every tenant (an API key, or a user where there are no keys) has a queue in the policy's order. The
 next request comes from the tenant that was served least for its weight: its prompts are charged
-when they are admitted, its outputs when they end. One that had nothing to do starts level with the
-tenant served last, so nobody saves up turns and nobody pays for quiet hours. Urgency goes first:
+when they are admitted, its outputs when they end. This is start-time fair queueing: a clock follows
+what the tenant admitted last had been served, and one that had nothing to do starts at the clock or
+at what it was served itself, whichever is later. So nobody saves up turns, nobody sheds a debt by
+leaving for a moment, and once nobody has anything to do all are level. Urgency goes first:
 preempted requests, and under the policy ``priority`` smaller priorities, whoever sent them. With
 one tenant this is the policy's queue and nothing more.
 """
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 
 from pageserve.core.policy import Key, Policy, WaitingQueue
 from pageserve.core.request import Request
+
+MAX_ABSENT = 1024  # tenants remembered for what they were served while they have nothing to do
 
 _Turn = tuple[Key, float, int, int]  # urgency, tokens served, arrival of the head, serial number
 
@@ -37,7 +41,9 @@ class FairQueue:
         self._turns: list[tuple[_Turn, _Tenant]] = []  # heap; those of old serials are void
         self._clock = 0.0  # what the tenant admitted last had been served
         self._num_waiting = 0
+        self._num_live = 0
         self._serial = 0
+        self._sweep_above = 64  # tenants
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -51,6 +57,7 @@ class FairQueue:
             tenant = self._tenants[request.tenant] = _Tenant(self._policy, request.weight)
         tenant.weight = request.weight
         tenant.num_live += 1
+        self._num_live += 1
 
     def push(self, request: Request) -> None:
         """Queue a request that has joined."""
@@ -98,11 +105,28 @@ class FairQueue:
         """Charge a finished request for its output."""
         tenant = self._tenants[request.tenant]
         tenant.num_live -= 1
-        if tenant.num_live:
-            self._charge(tenant, request.num_tokens - request.num_prompt_tokens)
-        else:
-            del self._tenants[request.tenant]
-            tenant.serial = 0
+        self._num_live -= 1
+        self._charge(tenant, request.num_tokens - request.num_prompt_tokens)
+        if not self._num_live:
+            self._tenants.clear()
+        elif not tenant.num_live:
+            if tenant.served <= self._clock:
+                del self._tenants[request.tenant]
+            elif len(self._tenants) > self._sweep_above:
+                self._forget_absent()
+
+    def _forget_absent(self) -> None:
+        """Forget tenants that have nothing to do and that the clock has passed. Where too many are
+        ahead of it, the clock passes those least ahead, so that leaving pays for none of them."""
+        absent = sorted(t.served for t in self._tenants.values() if not t.num_live)
+        if len(absent) > MAX_ABSENT:
+            self._clock = max(self._clock, absent[-MAX_ABSENT // 2])
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if tenant.num_live or tenant.served > self._clock
+        }
+        self._sweep_above = 64 + 2 * len(self._tenants)
 
     # --- turns ---
 
@@ -166,7 +190,8 @@ class FairQueue:
         counts: dict[str, int] = {}
         for request in live:
             counts[request.tenant] = counts.get(request.tenant, 0) + 1
-        assert counts == {name: tenant.num_live for name, tenant in self._tenants.items()}
+        assert counts == {n: t.num_live for n, t in self._tenants.items() if t.num_live}
+        assert self._num_live == len(live)
         assert self._num_waiting == sum(len(t.queue) for t in self._tenants.values())
         valid = [tenant for turn, tenant in self._turns if turn[3] == tenant.serial]
         assert len(set(map(id, valid))) == len(valid)

@@ -1,14 +1,16 @@
 """Tenants take turns: who is admitted when, counted in steps and tokens."""
 
+import itertools
 import random
 
 import pytest
 from fake_worker import Driver, create_request
 
-from pageserve.core.fairness import FairQueue
+from pageserve.core.fairness import MAX_ABSENT, FairQueue
 from pageserve.core.policy import POLICIES
 from pageserve.core.request import Request, RequestStatus
 from pageserve.core.scheduler import Scheduler
+from pageserve.messages import ModelRunnerOutput
 
 
 def new_scheduler(policy: str = "fcfs", **changes: object) -> Scheduler:
@@ -78,6 +80,92 @@ def test_quiet_hours_are_neither_saved_up_nor_charged(run):
     order = order_of_admission(driver)[20:]
     for n in range(4, 40):
         assert abs(sum(i[0] == "b" for i in order[:n]) - n / 2) <= 2
+
+
+@pytest.mark.parametrize("weight", [1, 3])
+@pytest.mark.parametrize("num_seqs", [1, 4])
+@pytest.mark.parametrize("delay", [0, 1, 5])
+def test_leaving_after_every_answer_pays_for_it(delay, num_seqs, weight):
+    """One tenant has a backlog of short answers; the other's long ones are asked for only when
+    those before have ended, so that it has nothing to do in between. Both get their share."""
+    scheduler = new_scheduler(max_num_seqs=num_seqs, max_model_len=512)
+    served, ids, order = {"a": 0, "b": 0}, itertools.count(), []
+    due: list[int] = [0] * num_seqs
+
+    def add(tenant: str, max_tokens: int, weight: int) -> None:
+        name = f"{tenant}{next(ids)}"
+        scheduler.add(create_request(name, 1, max_tokens, tenant=tenant, weight=weight))
+
+    for _ in range(2000):
+        add("a", 4, weight)
+    for step in range(3000):
+        for _ in range(sum(t <= step for t in due)):
+            add("b", 100, 1)
+        due = [t for t in due if t > step]
+        plan = scheduler.schedule()
+        if plan is None:
+            continue
+        result = ModelRunnerOutput(plan.step_id, [7] * sum(row.samples for row in plan.rows))
+        for output in scheduler.update(plan, result):
+            tenant = output.request_id[0]
+            served[tenant] += len(output.new_token_ids)
+            if output.finish_reason and tenant == "b":
+                due.append(step + 1 + delay)
+            if output.finish_reason and tenant == "a":
+                order.append(int(output.request_id[1:]))
+    scheduler.check_integrity()
+    share = served["a"] / (served["a"] + served["b"])
+    assert abs(share - weight / (weight + 1)) < 0.1
+    assert order == sorted(order)
+
+
+def test_tenants_of_one_request_are_not_remembered_for_ever():
+    queue = FairQueue(POLICIES["fcfs"])
+    stays = new_request(0, "stays")
+    queue.join(stays)  # runs all the time, so that the queue is never idle
+    queue.push(stays)
+    queue.admitted(queue.pop(), 1)
+    for arrival in range(1, 10_001):
+        request = new_request(arrival, f"t{arrival}")
+        queue.join(request)
+        queue.push(request)
+        queue.admitted(queue.pop(), 8)
+        request.num_tokens += arrival % 50
+        queue.leave(request)
+        assert len(queue._tenants) <= 64 + 2 * (MAX_ABSENT + 1)
+    queue.check_integrity([stays])
+    queue.leave(stays)
+    assert not queue._tenants
+
+
+def test_a_debt_is_forgotten_once_the_clock_has_passed_it():
+    queue = FairQueue(POLICIES["fcfs"])
+    requests = [new_request(i, "a") for i in range(200)]
+    debtor = new_request(1000, "b")
+    for request in (*requests, debtor):
+        queue.join(request)
+        queue.push(request)
+    for tenant in "ab":
+        request = queue.pop()
+        assert request.tenant == tenant
+        queue.admitted(request, 8)
+    debtor.num_tokens += 1000
+    queue.leave(debtor)
+    again = new_request(1001, "b")
+    queue.join(again)
+    queue.push(again)
+    for _ in range(126):  # 8 + 125 * 8 tokens: until both have been served the same
+        request = queue.pop()
+        assert request.tenant == "a"
+        queue.admitted(request, 8)
+    assert queue.pop() is again
+    queue.admitted(again, 8)
+    queue.admitted(queue.pop(), 8)
+    queue.leave(again)
+    late = new_request(1002, "c")
+    queue.join(late)
+    queue.push(late)
+    assert queue._tenants["c"].served == 1016 and "b" not in queue._tenants
 
 
 def test_priority_is_stricter_than_fairness(run):
