@@ -198,17 +198,25 @@ class Generation:
             self._queue_check = asyncio.create_task(self._leave_queue())
 
     async def _leave_queue(self) -> None:
-        """End a request of which nothing has begun to run yet, as only the engine knows."""
-        try:
-            async with asyncio.timeout(QUESTION_TIMEOUT):
-                found = await self._context.client.get_progress(self.request_ids)
-        except EngineDeadError:
-            return  # which ends the request anyway
-        except TimeoutError:
-            found = None  # a hung engine runs nothing
-        if found is None or (found and all(p.queue_position for p in found)):
-            seconds = self._context.config.queue_timeout
-            self.abort(deadline_exceeded(f"the request waited {seconds:g} s without being run"))
+        """End a request of which nothing has begun to run yet, as only the engine knows. One in a
+        long step does not answer at once, and is asked again; one that hangs runs nothing."""
+        while self.num_pending == len(self._sequences) and not self.is_ending:
+            try:
+                async with asyncio.timeout(QUESTION_TIMEOUT):
+                    found = await self._context.client.get_progress(self.request_ids)
+            except EngineDeadError:
+                return  # which ends the request anyway
+            except TimeoutError:
+                is_queued = self._context.stalled
+            else:
+                if any(p.queue_position == 0 for p in found):
+                    return
+                is_queued = bool(found)
+                if not found:  # it has not come to the engine yet, or has just ended there
+                    await asyncio.sleep(QUESTION_TIMEOUT)
+            if is_queued and self.num_pending == len(self._sequences):
+                seconds = self._context.config.queue_timeout
+                self.abort(deadline_exceeded(f"the request waited {seconds:g} s without being run"))
 
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, TextOutput]]:
         """Run one sequence and count what it does."""

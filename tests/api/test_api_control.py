@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 from api_harness import CHAT, CMPL, HI, error_of, events_of
@@ -260,6 +261,7 @@ def test_queue_timeout(make_api, monkeypatch, stream, deaf):
 
     async def scenario():
         api.engine.held, api.engine.deaf = True, deaf
+        api.engine.busy_since = -1e9  # long ago: it hangs
         return await (await begin(api, stream=stream))
 
     response = api.run(scenario())
@@ -289,6 +291,38 @@ def test_queue_timeout_leaves_running_requests_alone(make_api, state):
         return await task
 
     assert api.run(scenario()).status_code == 200
+
+
+@pytest.mark.parametrize("state", ["unknown", "busy"])
+@pytest.mark.parametrize("then", ["runs", "waits"])
+def test_queue_timeout_asks_again(make_api, monkeypatch, state, then):
+    """An engine in a long step answers late, and one that has not read a request yet does not know
+    it: neither says that the request does not run."""
+    monkeypatch.setattr("pageserve.api.generation.QUESTION_TIMEOUT", 0.01)
+    api = make_api(server={"queue_timeout": 0.02}, script=list(b"abcdef"))
+    engine, asked, ask = api.engine, [], api.engine.get_progress
+
+    async def get_progress(request_ids):
+        asked.append(request_ids)
+        if len(asked) > 3:
+            engine.deaf = False
+            if then == "runs":
+                engine._running[request_ids[0]].steps = 1
+        return [] if state == "unknown" and len(asked) <= 3 else await ask(request_ids)
+
+    async def scenario():
+        engine.get_progress = get_progress
+        engine.held, engine.deaf, engine.busy_since = True, state == "busy", time.monotonic()
+        task = await begin(api)
+        while len(asked) < 4:
+            assert not engine.aborted
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        engine.held = False
+        return await task
+
+    assert api.run(scenario()).status_code == (200 if then == "runs" else 504)
+    assert len(asked) == 4
 
 
 def test_default_deadline(make_api):
