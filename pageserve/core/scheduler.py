@@ -551,17 +551,17 @@ class Scheduler:
 
     # --- grammars ---------------------------------------------------------------------------------
 
-    def absorb_grammars(self, timeout: float = 0.0) -> list[RequestOutput]:
+    def absorb_grammars(self, timeout: float = 0.0, idle: bool = False) -> list[RequestOutput]:
         """Take in masks and compiled grammars that are ready; return the final outputs of requests
         whose grammar has ended, or has turned out to be unusable.
 
-        Waits up to ``timeout`` seconds for masks under way, or for a compilation if there are
-        none."""
+        Waits up to ``timeout`` seconds for masks under way, or for a compilation if there are none
+        and nothing else can run (``idle``)."""
         if self.structured_output is None:
             return []
         outputs: list[RequestOutput] = []
         num_live = len(self.requests)
-        for grammar in self.structured_output.take(timeout):
+        for grammar in self.structured_output.take(timeout, idle):
             request = self.requests.get(grammar.request_id)
             if request is None or request.grammar is not grammar:
                 continue  # finished meanwhile
@@ -614,7 +614,8 @@ class Scheduler:
 
     def progress(self, request_ids: Iterable[str] | None = None) -> list[RequestProgress]:
         """Return where these requests are, or all live ones; costs a walk over the queue."""
-        places = {r.request_id: i + 1 for i, r in enumerate(self.waiting.requests())}
+        queue = [*self.awaiting_mask.values(), *self.waiting.requests()]  # their turn had come
+        places = {r.request_id: i + 1 for i, r in enumerate(queue)}
         ids = self.requests if request_ids is None else request_ids
         return [
             RequestProgress(

@@ -172,15 +172,17 @@ class StructuredOutputManager:
             and self._advance(grammar, token_id) == Outlook(None)
         )
 
-    def take(self, timeout: float = 0.0) -> list[Grammar]:
+    def take(self, timeout: float = 0.0, idle: bool = False) -> list[Grammar]:
         """Take in the results that are there; return the grammars they belong to.
 
-        Waits up to ``timeout`` seconds for masks under way, or for the first result if only
-        compilations are."""
+        Waits up to ``timeout`` seconds for masks under way; if only compilations are, for the first
+        result where the caller is ``idle``, else not: a compilation may take long, and a step that
+        waited for it would hold up everybody."""
         changed: list[Grammar] = []
         end = time.monotonic() + timeout if timeout else 0.0
         while self.num_masks or self.num_compiling:
-            left = end - time.monotonic() if timeout and (self.num_masks or not changed) else 0.0
+            waits = timeout and (self.num_masks or (idle and not changed))
+            left = end - time.monotonic() if waits else 0.0
             try:
                 result = self._results.get(left > 0, max(left, 0.0))
             except queue.Empty:

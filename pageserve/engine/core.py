@@ -134,7 +134,9 @@ class EngineCore:
             self._in_flight.append((plan, handle, stats))
         if not self._in_flight:
             self.last_step = None
-            return released + self._released(self.scheduler.absorb_grammars(IDLE_TIMEOUT))
+            return released + self._released(
+                self.scheduler.absorb_grammars(IDLE_TIMEOUT, idle=True)
+            )
         plan, handle, self.last_step = self._in_flight.popleft()
         start = time.monotonic()
         result = handle.result()

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pageserve.engine")
 
+SIGN_OF_LIFE = 1.0  # seconds between messages while there is work of which no step can run
 IDLE_POLL_MS = 1000  # how long an idle engine waits before it looks for its parent
 STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the front-end decides what these mean
@@ -125,6 +126,7 @@ def _loop(
     parent = os.getppid()
     send(core.ready)
     decoder = msgspec.msgpack.Decoder(EngineRequest)
+    last_sent = time.monotonic()
     while True:
         outputs: list[RequestOutput] = []
         if not core.has_work() and not requests.poll(IDLE_POLL_MS):
@@ -146,8 +148,11 @@ def _loop(
                 return
         had_work = core.has_work()
         outputs += core.step()
-        if outputs or had_work:
-            send(StepOutputs(outputs, core.stats(), core.last_step))
+        quiet = not outputs and core.last_step is None  # at most a grammar is being compiled
+        if quiet and not (had_work and time.monotonic() - last_sent >= SIGN_OF_LIFE):
+            continue
+        send(StepOutputs(outputs, core.stats(), core.last_step))
+        last_sent = time.monotonic()
 
 
 def _one_line(error: Exception) -> str:

@@ -259,7 +259,7 @@ class Driver:
             outputs = self.absorb()
             self.scheduler.check_integrity()
         elif launched is None:
-            self._collect(self.scheduler.absorb_grammars(timeout=10))
+            self._collect(self.scheduler.absorb_grammars(timeout=10, idle=True))
             self.scheduler.check_integrity()
         return outputs
 

@@ -3,6 +3,7 @@
 The reference (`fake_worker.generate`) asks a matcher of its own before every token of one request.
 """
 
+import queue
 import re
 import threading
 from collections.abc import Callable
@@ -244,11 +245,56 @@ def test_a_slow_grammar_holds_nobody_up(depth):
     for i in range(20, 24):
         driver.add(create_request(f"p{i}", 4, 3))
     release.set()
-    driver._collect(scheduler.absorb_grammars(timeout=30))
+    driver._collect(scheduler.absorb_grammars(timeout=30, idle=True))
     step = driver.launch()
     assert step is not None and set(step.bitmasks) == {0}, "it is back in its place: the first"
     driver.run()
     driver.check_tokens()
+
+
+def test_a_request_set_aside_has_a_place_in_the_queue():
+    release = threading.Event()
+
+    def compile(text):
+        assert release.wait(30)
+        return compile_grammar(text)
+
+    scheduler = create_scheduler(structured_output=manager(compile), max_num_seqs=2)
+    driver = Driver(scheduler)
+    slow, other = constrained("slow", NUMBER), constrained("n", NUMBER)
+    other.prompt_token_ids = slow.prompt_token_ids
+    driver.add(slow)
+    driver.add(other, parent_id="slow")
+    for i in range(3):
+        driver.add(create_request(f"p{i}", 4, 3))
+    driver.step()
+    assert list(scheduler.awaiting_mask) == ["slow"]
+    places = {p.request_id: p.queue_position for p in scheduler.progress()}
+    assert places == {"slow": 1, "n": 1, "p0": 0, "p1": 0, "p2": 2}
+    release.set()
+    driver.run()
+    driver.check_tokens()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_only_who_is_idle_waits_for_a_compilation(idle):
+    release, waits = threading.Event(), []
+
+    def compile(text):
+        assert release.wait(30)
+        return compile_grammar(text)
+
+    class Results(queue.SimpleQueue):
+        def get(self, block=True, timeout=None):
+            waits.append(block)
+            return super().get(False)
+
+    grammars = manager(compile)
+    grammars._results = Results()
+    grammars.add("r", NUMBER, (), False)
+    assert grammars.take(30, idle) == []
+    release.set()
+    assert waits == [idle]
 
 
 def test_abort_while_compiling():
@@ -271,7 +317,7 @@ def test_abort_while_compiling():
     scheduler.check_integrity()
     release.set()
     driver.absorb() if driver.in_flight else None
-    assert scheduler.absorb_grammars(timeout=30) == []
+    assert scheduler.absorb_grammars(timeout=30, idle=True) == []
     assert not scheduler.has_work()
     driver.add(constrained("again", NUMBER))  # the compiled grammar is of use all the same
     driver.run()
@@ -407,6 +453,6 @@ def test_the_least_recently_used_grammars_are_forgotten():
     grammars.add("", "0", (), False)
     grammars.add("", "1", (), False)
     while grammars.num_compiling:
-        grammars.take(timeout=30)
+        grammars.take(timeout=30, idle=True)
     assert compiled.count("0") == 1 and compiled.count("1") == 2
     assert grammars.num_cache_hits == 2

@@ -18,7 +18,14 @@ from pageserve.config import CacheArgs, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError
 from pageserve.engine.process import ProcessClient, RequestStream, run_engine
-from pageserve.messages import AddRequest, EngineReady, RequestOutput, SchedulerStats, TokenLogprobs
+from pageserve.messages import (
+    AddRequest,
+    EngineReady,
+    RequestOutput,
+    SchedulerStats,
+    StepOutputs,
+    TokenLogprobs,
+)
 from pageserve.sampling_params import SamplingParams
 
 
@@ -329,6 +336,33 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
     process._serve(EngineConfig(), Silent(), lambda _: None)
     assert Busy.num_steps == 3
+
+
+def test_engine_that_only_waits_for_a_grammar_says_no_more_than_that_it_lives(monkeypatch):
+    now, sent = itertools.count(), []
+
+    class Waiting:
+        ready: None = None
+        last_step: None = None
+
+        def has_work(self) -> bool:
+            return True
+
+        def step(self) -> list[RequestOutput]:
+            return []
+
+        def stats(self) -> SchedulerStats:
+            return SchedulerStats()
+
+    class Silent:
+        def poll(self, _: int) -> int:
+            return 0
+
+    parents = itertools.chain([7] * 1001, itertools.repeat(1))
+    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(process.time, "monotonic", lambda: next(now) / 400)
+    process._loop(Waiting(), Silent(), sent.append)
+    assert [type(m) for m in sent[1:]] == [StepOutputs, StepOutputs]  # of 1000 turns in 2.5 s
 
 
 # --- questions and aborts -------------------------------------------------------------------------
