@@ -167,8 +167,6 @@ def parse_arguments(arguments: Any) -> Any:
     try:
         orjson.loads(arguments)  # the stricter one; only the other keeps integers of any length
         value = json.loads(arguments)
-        if "\\ud" in arguments.lower():  # half a surrogate pair is no text
-            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
