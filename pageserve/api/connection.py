@@ -15,6 +15,8 @@ class Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
+    _has_begun = False  # whether a request began with the latest bytes
+    _unfinished_bytes = 0  # read since then while its headers are not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -26,18 +28,38 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Read on, unless a line that never ends makes the headers too large: the parser keeps it,
+        and shows it only once it has ended."""
+        self._has_begun = False
+        super().data_received(data)
+        if self._timer is None or self._has_begun or self.transport.is_closing():
+            return
+        self._unfinished_bytes += len(data)
+        if self._unfinished_bytes > MAX_HEADER_BYTES:
+            self.send_400_response("the headers are too large")
+
     def on_message_begin(self) -> None:
         """Wait for the headers of a request that has begun."""
         super().on_message_begin()
-        self._header_bytes = 0
+        self._has_begun = True
+        self._header_bytes = self._unfinished_bytes = 0
         self._await_headers()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the URL, which counts as a header does."""
+        self._count(url)
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, unless there are too many bytes of them."""
-        self._header_bytes += len(name) + len(value)
+        self._count(name + value)
+        super().on_header(name, value)
+
+    def _count(self, part: bytes) -> None:
+        self._header_bytes += len(part)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError("the headers are too large")  # the parser stops and data_received asks
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Go on with a whole request."""
@@ -46,7 +68,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP request, and hang up."""
-        too_large = self._header_bytes > MAX_HEADER_BYTES
+        too_large = max(self._header_bytes, self._unfinished_bytes) > MAX_HEADER_BYTES
         if too_large:
             error = APIError(431, "request_too_large", "the request's headers are too large")
             line = b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
