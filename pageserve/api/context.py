@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pageserve.api.errors import (
     APIError,
+    bad_request,
     engine_dead,
     model_not_found,
     server_draining,
@@ -147,10 +148,16 @@ class ServingContext:
     # --- load ---
 
     def admit(self, generation: "Generation") -> None:
-        """Let a request in; raises the :class:`APIError` of a full queue or an ended drain."""
+        """Let a request in; raises the :class:`APIError` of a full queue, of a request that could
+        never get in, or of an ended drain."""
         if self._drained:
             raise server_draining()
         new = generation.num_pending
+        most = self.ready.max_num_seqs + self.config.max_queue
+        if new > most:  # no 503: it would be sent again for ever
+            param = "n" if generation.is_forked else "prompt"
+            message = f"the request asks for {new} sequences, but the server takes at most {most}"
+            raise bad_request("invalid_value", message, param)
         free_seats = max(0, self.ready.max_num_seqs - (self.load.live - self.load.pending))
         # Our own count sees a burst at once; the engine's sees requests that lack KV blocks.
         told = self.client.stats.num_waiting

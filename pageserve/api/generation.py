@@ -108,6 +108,11 @@ class Generation:
         return self._failure is not None or not self._live
 
     @property
+    def is_forked(self) -> bool:
+        """Whether some prompt has more than one sequence."""
+        return any(s.request.parent_id is not None for s in self._sequences)
+
+    @property
     def request_ids(self) -> list[str]:
         """What the engine calls the sequences."""
         return [s.request.request_id for s in self._sequences]
@@ -133,8 +138,8 @@ class Generation:
         return sum(s.parser.num_reasoning_tokens for s in self._sequences if s.parser is not None)
 
     def abort(self, failure: APIError) -> None:
-        """End all sequences; :meth:`outputs` then raises ``failure``."""
-        if self._failure is None:
+        """End all sequences, unless they have; :meth:`outputs` then raises ``failure``."""
+        if self._failure is None and self._live:
             self._failure = failure
             if failure.code == "deadline_exceeded":
                 self._metrics.deadlines.inc()
@@ -183,13 +188,14 @@ class Generation:
         scheduled, first_token = first("scheduled"), first("first_token")
         last_token = max(x.last_token for x in all_times)
         decode_ms = span(first_token, last_token)
-        num_decoded = self.num_output_tokens - len(self._sequences)
+        num_decoded = sum(max(0, s.num_output - 1) for s in self._sequences)
+        rate = round(num_decoded / decode_ms * 1000, 2) if num_decoded and decode_ms else None
         return {
             "queue_ms": span(self.arrival, scheduled),
             "prefill_ms": span(scheduled, first_token),
             "ttft_ms": span(self.arrival, first_token),
             "decode_ms": decode_ms,
-            "tokens_per_second": round(num_decoded / decode_ms * 1000, 2) if decode_ms else None,
+            "tokens_per_second": rate,
             "cached_tokens": self.num_cached_tokens,
         }
 

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pageserve.api import logs
 from pageserve.api.body import read_json
 from pageserve.api.chat_plan import ChatPlan
 from pageserve.api.choices import Fanout, Prompt
@@ -53,6 +54,8 @@ async def read_generation(
     if len(request.stop) > context.config.max_stop:
         message = f"stop takes at most {context.config.max_stop} strings"
         raise bad_request("array_above_max_length", message, "stop")
+    if request.request_id:
+        logs.request_id.set(request.request_id)
     request.check_conflicts()
     refuse_unsupported(request, priorities=context.priorities)
     headers = report_ignored(context, ignored_fields(request, strict=context.config.strict_params))

@@ -71,6 +71,34 @@ def test_endless_headers_are_cut_off(serve):
     assert json.loads(body)["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: y"])
+def test_a_line_that_never_ends_is_cut_off(serve, start):
+    async def scenario(open_connection):
+        reader, writer = await open_connection()
+        writer.write(start)
+        for _ in range(40):  # of which each comes alone
+            writer.write(b"y" * 4096)
+            await asyncio.sleep(0.002)
+            if reader._buffer:
+                break
+        response = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return response
+
+    assert serve(scenario).startswith(b"HTTP/1.1 431 ")
+
+
+def test_large_bodies_are_no_headers(serve):
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "zzz": "y" * 10**6})
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    )
+    both = f"{head}\r\n{body}{head}connection: close\r\n\r\n{body}"
+    _, answers = serve(lambda open_connection: answer(open_connection, both.encode()))
+    assert answers.count(b"HTTP/1.1 200 ") == 1 and b"chat.completion" in answers
+
+
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: y"])
 def test_headers_that_never_come_end_the_connection(serve, monkeypatch, data):
     monkeypatch.setattr(connection, "HEADER_TIMEOUT", 0.05)
@@ -116,7 +144,8 @@ def test_unusable_certificates_are_named(make_api, tmp_path):
 # --- logs -----------------------------------------------------------------------------------------
 
 
-def test_every_line_of_a_request_is_json_with_its_id(make_api, capfd, monkeypatch):
+@pytest.mark.parametrize(("fields", "name"), [({}, "r-7"), ({"request_id": "mine"}, "mine")])
+def test_every_line_of_a_request_is_json_with_its_id(make_api, monkeypatch, fields, name):
     lines = []
 
     class Keep(logging.Handler):
@@ -131,12 +160,14 @@ def test_every_line_of_a_request_is_json_with_its_id(make_api, capfd, monkeypatc
     logging.getLogger("pageserve.access").manager._clear_cache()
     try:
         api = make_api(server={"log_format": "json"}, fail_at=1, error='broken "thing"\nx')
-        api.post("/v1/completions", {"prompt": "hi", "zzz": 1}, headers={"x-request-id": "r-7"})
+        body = {"prompt": "hi", "zzz": 1, **fields}
+        response = api.post("/v1/completions", body, headers={"x-request-id": "r-7"})
+        assert response.headers["x-request-id"] == "r-7"
     finally:
         logger.removeHandler(handler)
     parsed = [json.loads(line) for line in lines]
     assert len(parsed) == 3  # the unknown field, the failure, the answer
-    assert {line["request_id"] for line in parsed} == {"r-7"}
+    assert {line["request_id"] for line in parsed} == {name}
     assert all(set(line) >= {"time", "level", "logger", "message"} for line in parsed)
     last = parsed[-1]
     assert (last["method"], last["path"], last["status"]) == ("POST", "/v1/completions", 500)

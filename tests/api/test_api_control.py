@@ -7,6 +7,8 @@ import time
 import pytest
 from api_harness import CHAT, CMPL, HI, error_of, events_of
 
+from pageserve.api.errors import deadline_exceeded
+
 KEYS = [
     {"name": "root", "key": "root", "admin": True},
     {"name": "a", "key": "a"},
@@ -337,6 +339,25 @@ def test_default_deadline(make_api):
     assert api.chat(deadline_ms=60_000).status_code == 200
 
 
+def test_a_deadline_behind_the_end_counts_nothing(make_api):
+    api = make_api()
+    begun = []
+
+    async def scenario():
+        class Noted(set):
+            def add(self, generation):
+                begun.append(generation)
+                super().add(generation)
+
+        api.context.generations = Noted()
+        return await api.send("POST", CHAT, json={"messages": HI})
+
+    assert api.run(scenario()).status_code == 200
+    begun[0].abort(deadline_exceeded())  # as the timer of a stream that is being read slowly
+    (name,) = (n for n in api.metrics() if n.startswith("pageserve:deadline_exceeded_total"))
+    assert api.metrics()[name] == 0
+
+
 # --- timings --------------------------------------------------------------------------------------
 
 FIELDS = {"queue_ms", "prefill_ms", "ttft_ms", "decode_ms", "tokens_per_second", "cached_tokens"}
@@ -354,6 +375,13 @@ def test_timings(make_api, by):
     with_timings = [c for c in chunks if "timings" in c]
     assert with_timings == [chunks[-1]] and set(chunks[-1]["timings"]) == FIELDS
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_no_rate_without_output(make_api):
+    api = make_api(server={"timings": True})
+    for fields in ({"n": 3, "echo": True, "max_tokens": 0}, {"n": 2, "max_tokens": 1}):
+        body = api.cmpl(**fields).json()
+        assert body["timings"]["tokens_per_second"] is None
 
 
 def test_no_timings_unless_asked_for(api):

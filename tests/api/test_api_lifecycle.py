@@ -161,6 +161,19 @@ def test_a_burst_that_the_engine_can_run_is_not_refused(make_api):
     assert [c.status for c in api.run(scenario())] == [200] * 9
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"n": 4}, "n"), ({"prompt": ["a"] * 4}, "prompt"), ({"n": 3}, None)]
+)
+def test_a_request_that_never_fits_in_is_no_503(make_api, fields, param):
+    api = make_api(max_num_seqs=1, server={"max_queue": 2})
+    response = api.post(CMPL, {"prompt": "a", **fields})
+    assert response.status_code == (200 if param is None else 400)
+    if param is not None:
+        error = error_of(response)
+        assert (error["code"], error["param"]) == ("invalid_value", param)
+        assert "4 sequences" in error["message"] and "at most 3" in error["message"]
+
+
 # --- deadlines ------------------------------------------------------------------------------------
 
 
