@@ -76,27 +76,33 @@ class LLM:
         completions = {}
         processors = {}
         outputs = []
-        for prompt, p, grammar in zip(ids, every, grammars, strict=True):
-            parent_id = None
-            for i in range(n):
-                request_id = f"offline-{self._count}"
-                self._count += 1
-                request = AddRequest(request_id, prompt, for_choice(p, i), start, grammar=grammar)
-                request.parent_id = parent_id
-                parent_id = parent_id or request_id
-                completions[request_id] = Completion(prompt)
-                processors[request_id] = OutputProcessor(self.tokenizer, p, prompt)
-                outputs += self.engine.add(request)
-        while outputs or self.engine.has_work():
-            for output in outputs:
-                done = completions[output.request_id]
-                text = processors[output.request_id].process(output)
-                if text is None or done.finish_reason is not None:
-                    continue
-                self._extend(done, text, time.monotonic() - start)
-                if text.finish_reason is not None and output.finish_reason is None:
-                    self.engine.abort([output.request_id])  # a stop string ended it
-            outputs = self.engine.step()
+        try:
+            for prompt, p, grammar in zip(ids, every, grammars, strict=True):
+                parent_id = None
+                for i in range(n):
+                    request_id = f"offline-{self._count}"
+                    self._count += 1
+                    request = AddRequest(
+                        request_id, prompt, for_choice(p, i), start, grammar=grammar
+                    )
+                    request.parent_id = parent_id
+                    parent_id = parent_id or request_id
+                    completions[request_id] = Completion(prompt)
+                    processors[request_id] = OutputProcessor(self.tokenizer, p, prompt)
+                    outputs += self.engine.add(request)
+            while outputs or self.engine.has_work():
+                for output in outputs:
+                    done = completions[output.request_id]
+                    text = processors[output.request_id].process(output)
+                    if text is None or done.finish_reason is not None:
+                        continue
+                    self._extend(done, text, time.monotonic() - start)
+                    if text.finish_reason is not None and output.finish_reason is None:
+                        self.engine.abort([output.request_id])  # a stop string ended it
+                outputs = self.engine.step()
+        except BaseException:  # Ctrl-C, too, must leave the engine fit for the next call
+            self.engine.recover()
+            raise
         return list(completions.values())
 
     def _encode(self, prompt: str | list[int]) -> list[int]:

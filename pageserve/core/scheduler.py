@@ -282,7 +282,7 @@ class Scheduler:
                 if new_block_ids is None:
                     break
                 if request.scheduled_time == 0.0:  # a fork's first step
-                    self._announce(step, request)
+                    self._announce(step, request, is_fork=True)
                     new_block_ids = []
                 rows.append(ScheduledRow(request.slot, computed, 1, True, new_block_ids))
             request.num_computed_tokens = num_tokens
@@ -381,13 +381,13 @@ class Scheduler:
         else:
             self.running.append(request)
 
-    def _announce(self, step: _Step, request: Request) -> None:
-        """Introduce the request in its slot to the worker."""
+    def _announce(self, step: _Step, request: Request, is_fork: bool = False) -> None:
+        """Introduce the request in its slot to the worker. A fork asks nothing of the cache."""
         if request.scheduled_time == 0.0:
             request.scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self.waiting.admitted(request, request.num_tokens - request.num_computed_tokens)
-            if self.kv_cache_manager.enable_prefix_caching:
+            if self.kv_cache_manager.enable_prefix_caching and not is_fork:
                 self._prefix_cache_queries += request.num_tokens
                 self._prefix_cache_hits += request.num_computed_tokens
         step.new_requests.append(
@@ -496,6 +496,13 @@ class Scheduler:
         if len(self.requests) != num_live:
             self._drop_finished()
         return outputs
+
+    def drop_steps(self, keep: set[int]) -> None:
+        """Forget steps whose results will never come: all but ``keep``. Their requests must have
+        ended."""
+        for step_id in self._in_flight.keys() - keep:
+            assert all(r.status > _LAST_LIVE for r in self._in_flight.pop(step_id))
+            self._scored.pop(step_id, None)
 
     def _absorb_prompt_logprobs(
         self,

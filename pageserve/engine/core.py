@@ -105,6 +105,13 @@ class EngineCore:
         """Forget requests wherever they are and return their final outputs."""
         return self._released(self.scheduler.abort(request_ids))
 
+    def recover(self) -> None:
+        """Forget all requests after an exception out of :meth:`step`, the step that it cut short,
+        and the prefix cache, which may count on what that step never wrote."""
+        self.abort(list(self.scheduler.requests))
+        self.scheduler.drop_steps(keep={plan.step_id for plan, _, _ in self._in_flight})
+        self.reset_prefix_cache()
+
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to schedule or to absorb."""
         return bool(self._in_flight) or self.scheduler.has_work()

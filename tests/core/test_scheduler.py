@@ -388,6 +388,17 @@ def test_cached_tokens_are_reported_on_the_first_output() -> None:
     assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (18, 8)
 
 
+def test_forks_do_not_count_as_prefix_cache_hits() -> None:
+    driver = Driver(create_scheduler())
+    driver.add(create_request("a", list(range(9)), max_tokens=9))
+    for i in range(3):
+        driver.add(create_request(f"f{i}", list(range(9)), max_tokens=9), parent_id="a")
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert driver.worker.num_tokens_computed < 2 * 9 + 4 * 9, "they share the prompt"
+    assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (9, 0)
+
+
 def test_reset_prefix_cache_forgets_without_hurting_the_running() -> None:
     driver = Driver(create_scheduler())
     driver.add(create_request("a", list(range(9)), max_tokens=20))

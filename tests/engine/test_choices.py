@@ -1,6 +1,7 @@
 """Several choices to one prompt, and log probabilities of prompts, on the real engine."""
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -221,3 +222,29 @@ def test_prompt_is_scored_with_the_first_choice(tiny_checkpoint) -> None:
     done = llm.generate([prompt], params, n=3)
     check_scores(path, prompt, done[0].prompt_logprobs, 1)
     assert [len(c.prompt_logprobs) for c in done[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["step", "execute"])
+def test_a_call_that_was_cut_short_leaves_nothing_behind(
+    tiny_checkpoint, monkeypatch, where
+) -> None:
+    path = tiny_checkpoint("llama")
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    with make_llm(path) as llm:
+        (expected,) = llm.generate([ids(40, 1)], params)
+    with make_llm(path) as llm:
+        owner = llm.engine if where == "step" else llm.engine.worker
+        run, calls = getattr(owner, where), itertools.count()
+
+        def interrupted(*arguments):
+            if next(calls) == 0:
+                raise KeyboardInterrupt
+            return run(*arguments)
+
+        monkeypatch.setattr(owner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):  # its blocks count as computed, and are not
+            llm.generate([ids(40, 1), ids(30, 3)], params, n=2)
+        assert not llm.engine.has_work()
+        (again,) = llm.generate([ids(40, 1)], params)
+        assert again.token_ids == expected.token_ids
+        llm.engine.scheduler.check_integrity()
