@@ -118,6 +118,12 @@ class Generation:
         return [s.request.request_id for s in self._sequences]
 
     @property
+    def prompt_ids(self) -> list[str]:
+        """What the engine calls the first sequence of each prompt, which computes it."""
+        requests = [s.request for s in self._sequences]
+        return [r.request_id for r in requests if r.parent_id is None]
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(s.num_prompt for s in self._sequences)

@@ -16,7 +16,8 @@ async def report_progress(
 ) -> None:
     """Send how far queue and prompt are whenever it has changed, until cancelled.
 
-    ``queue_position`` is 0 once all sequences run; tokens are those of all prompts.
+    ``queue_position`` is 0 once all sequences run; tokens are those of all prompts, each counted
+    once however many sequences share it.
     """
     told = None
     while True:
@@ -27,13 +28,15 @@ async def report_progress(
             return  # which ends the stream anyway
         if not found:
             continue
+        where = {p.request_id: p for p in found}
+        prompts = [where[i] for i in generation.prompt_ids if i in where]
         total = generation.num_prompt_tokens
-        processed = sum(min(p.num_computed_tokens, p.num_prompt_tokens) for p in found)
+        left = sum(max(0, p.num_prompt_tokens - p.num_computed_tokens) for p in prompts)
         progress = {
             "queue_position": max(p.queue_position for p in found),
             "total": total,
-            "cached": min(total, sum(p.num_cached_tokens for p in found)),
-            "processed": min(total, processed),
+            "cached": sum(p.num_cached_tokens for p in prompts),
+            "processed": total - left,
         }
         if progress != told:
             told = progress

@@ -419,6 +419,25 @@ def test_return_progress(make_api, monkeypatch, path):
     assert {e["object"] for e in events} == {events[-1]["object"]}
 
 
+def test_progress_counts_a_prompt_once(make_api, monkeypatch):
+    monkeypatch.setattr("pageserve.api.progress.INTERVAL", 0.005)
+    api = make_api()
+
+    async def scenario():
+        api.engine.held = True
+        fields = {"prompt": ["x" * 10, "y" * 10], "n": 2, "stream": True}
+        task = await begin(api, CMPL, **fields, return_progress=True)
+        for run in list(api.engine._running.values())[:2]:  # those of the first prompt
+            run.steps = 1
+        await asyncio.sleep(0.05)
+        api.engine.held = False
+        return await task
+
+    events = events_of(api.run(scenario()).text)[:-1]
+    told = [e["prompt_progress"] for e in events if "prompt_progress" in e]
+    assert told[0]["total"] == 20 and told[0]["processed"] == 10
+
+
 def test_progress_needs_a_stream_and_is_not_sent_unasked(make_api, monkeypatch):
     monkeypatch.setattr("pageserve.api.progress.INTERVAL", 0.001)
     api = make_api(step_delay=0.02)
