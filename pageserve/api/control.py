@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ async def server_info(context: ServingContext, http: Request) -> Response:
         {
             "version": pageserve.__version__,
             "models": list(context.model_names),
-            "config": {**dataclasses.asdict(config), "server": server},
+            "config": _without_folders({**dataclasses.asdict(config), "server": server}),
             "defaults": dataclasses.asdict(context.defaults),
             "engine": facts,
             "memory": {
@@ -58,6 +59,15 @@ async def server_info(context: ServingContext, http: Request) -> Response:
             ],
         }
     )
+
+
+def _without_folders(value: Any) -> Any:
+    """Cut paths to their last part: how the host's folders are named is nobody's business."""
+    if isinstance(value, dict):
+        return {name: _without_folders(entry) for name, entry in value.items()}
+    if isinstance(value, str) and Path(value).is_absolute():
+        return Path(value).name
+    return value
 
 
 async def load(context: ServingContext, http: Request) -> Response:

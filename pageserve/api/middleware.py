@@ -119,6 +119,7 @@ class Gate:
             error = None if path in OPEN_PATHS else self.context.unavailable()
             if error is not None and self._routed(scope):  # a wrong path is wrong at any time
                 raise error
+            self._refuse_other_sites(scope)
             key = scope["api_key"] = self._authenticate(scope)
             if path in LIMITED_PATHS:
                 await self._limited(key, scope, receive, send)
@@ -130,6 +131,23 @@ class Gate:
 
     def _routed(self, scope: Scope) -> bool:
         return any(route.matches(scope)[0] == Match.FULL for route in self.routes)
+
+    def _refuse_other_sites(self, scope: Scope) -> None:
+        """Some POSTs need no body, so a page of any site could send them from a visitor's browser,
+        with the visitor's rights."""
+        if scope["method"] != "POST" or b"cross-site" not in header_values(
+            scope, b"sec-fetch-site"
+        ):
+            return
+        allowed = self.context.config.allow_origin
+        origins = [value.decode("latin-1") for value in header_values(scope, b"origin")]
+        if "*" not in allowed and not set(origins) & set(allowed):
+            raise APIError(
+                403,
+                "insufficient_permissions",
+                "pages of other sites may not call this server: see --allow-origin",
+                type="permission_error",
+            )
 
     def _authenticate(self, scope: Scope) -> ApiKey:
         keys = self.context.keys

@@ -152,6 +152,7 @@ def test_server_info_hides_secrets(make_keyed):
     assert info["config"]["scheduler"]["scheduling_policy"] == "fcfs"
     assert [key["name"] for key in info["keys"]] == ["key-1", "root", "a", "b"]
     assert info["defaults"]["temperature"] is None
+    assert "/" not in info["config"]["server"]["api_keys_file"], "no folders of the host"
 
 
 def test_load_counts_what_waits(make_api):

@@ -137,3 +137,15 @@ def test_openapi_lists_routes_and_the_pages_that_need_a_cdn_are_off(api):
     paths = api.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize"} <= set(paths)
     assert api.get("/redoc").status_code == 404
+
+
+def test_pages_of_other_sites_may_not_post(make_api):
+    """A request without a body needs no preflight, so CORS alone would not stop it."""
+    api = make_api(server={"allow_origin": ("http://good",)})
+    for origin, status in (("http://evil", 403), ("http://good", 200)):
+        headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
+        response = api.post("/reset_prefix_cache", headers=headers)
+        assert response.status_code == status, response.text
+    assert api.post("/reset_prefix_cache").status_code == 200
+    own = {"Origin": "http://test", "Sec-Fetch-Site": "same-origin"}
+    assert api.post("/reset_prefix_cache", headers=own).status_code == 200
