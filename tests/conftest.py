@@ -2,6 +2,9 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several of us share the cores: threads would only fight
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
