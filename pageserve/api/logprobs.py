@@ -4,9 +4,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pageserve.engine.output_processor import LogprobEntry
-
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
+from pageserve.engine.output_processor import MIN_LOGPROB, LogprobEntry
 
 
 class LogprobFormat(Protocol):

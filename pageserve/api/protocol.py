@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pageserve.api.chat import SERVER_OWNED
 from pageserve.api.errors import APIError, bad_request, from_validation_error, invalid, quote
 from pageserve.api.message_protocol import Messages
-from pageserve.api.structured_output import ConstrainedFields, constraint_of
+from pageserve.api.structured_output import ConstrainedFields, constraint_of, drop_nulls
 from pageserve.api.tool_protocol import Choice, ToolChoice, Tools, resolve_choice
 from pageserve.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
 
@@ -26,12 +26,6 @@ MAX_STOP_CHARS = 1024
 
 def _integral(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
-
-
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: v for k, v in value.items() if v is not None}
-    return value
 
 
 def _stop(value: Any) -> Any:
@@ -205,7 +199,7 @@ class GenerationRequest(ConstrainedFields, _Body):
     stop: Annotated[list[str], BeforeValidator(_stop, json_schema_input_type=str | list[str])] = []
     stream: bool = False
     return_progress: bool = False
-    stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] | None = None
+    stream_options: Annotated[StreamOptions, BeforeValidator(drop_nulls)] | None = None
     seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -65,7 +65,8 @@ def _schema_value(value: Any) -> Any:
     return value
 
 
-def _drop_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
+    """Return an object without its nulls, which mean "not given"; anything else as it is."""
     if isinstance(value, dict):
         return {k: v for k, v in value.items() if v is not None}
     return value
@@ -98,7 +99,7 @@ class ConstrainedFields(BaseModel):
     """The fields of a request that can constrain its output."""
 
     response_format: dict[str, Any] | None = None
-    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_drop_nulls)] | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(drop_nulls)] | None = None
     guided_json: SchemaField | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
