@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ from pageserve.api.grammars import GrammarCompiler
 from pageserve.api.keys import load_keys
 from pageserve.api.metrics import Metrics
 from pageserve.config import EngineConfig, ServerArgs
-from pageserve.engine.client import EngineClient
+from pageserve.engine.client import EngineClient, EngineDeadError
 from pageserve.messages import EngineReady
 from pageserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pageserve.api.generation import Generation
 
+QUESTION_TIMEOUT = 2.0  # seconds for the engine to answer between two steps
 ABORT_GRACE = 5.0  # seconds for aborted requests to say so after the drain time is over
 MAX_RETRY_AFTER = 60
 
@@ -138,6 +139,16 @@ class ServingContext:
         """Run ``function`` off the event loop."""
         here = contextvars.copy_context()  # log lines name the request there too
         return await asyncio.get_running_loop().run_in_executor(self._pool, here.run, function)
+
+    async def ask(self, question: Awaitable[T]) -> T:
+        """Return what the engine answers; raises :class:`APIError` (503) if it does not."""
+        try:
+            async with asyncio.timeout(QUESTION_TIMEOUT):
+                return await question
+        except TimeoutError:
+            raise unavailable("server_is_overloaded", "the engine does not answer") from None
+        except EngineDeadError:
+            raise engine_dead() from None
 
     @property
     def stalled(self) -> bool:

@@ -1,12 +1,10 @@
 """Routes for operators and tools: what the server is, how loaded it is, and its prefix cache."""
 
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,12 +12,10 @@ import pageserve
 from pageserve.api.body import read_json
 from pageserve.api.chat_completions import render
 from pageserve.api.context import ServingContext
-from pageserve.api.errors import engine_dead, unavailable
-from pageserve.api.generation import QUESTION_TIMEOUT
 from pageserve.api.keys import require_admin
 from pageserve.api.protocol import ApplyTemplateRequest, ignored_fields, parse
+from pageserve.api.responses import JSONResponse
 from pageserve.api.serving import report_ignored
-from pageserve.engine.client import EngineDeadError
 from pageserve.tokenizer import PLAIN_MARK
 
 
@@ -31,7 +27,7 @@ async def server_info(context: ServingContext, http: Request) -> Response:
     server["api_key"] = len(context.config.api_key)
     facts = msgspec.structs.asdict(ready)
     config = facts.pop("config") or context.engine_config
-    return _json(
+    return JSONResponse(
         {
             "version": pageserve.__version__,
             "models": list(context.model_names),
@@ -74,7 +70,7 @@ async def load(context: ServingContext, http: Request) -> Response:
     """Say how busy the engine is."""
     stats = context.client.stats
     blocks = stats.num_used_blocks + stats.num_free_blocks
-    return _json(
+    return JSONResponse(
         {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -88,7 +84,7 @@ async def load(context: ServingContext, http: Request) -> Response:
 async def tokenizer_info(context: ServingContext, http: Request) -> Response:
     """Return what clients that render prompts themselves need of tokenizer_config.json."""
     tokenizer = context.loaded_tokenizer
-    return _json(
+    return JSONResponse(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context.max_model_len,
@@ -108,21 +104,11 @@ async def apply_template(context: ServingContext, http: Request) -> Response:
     names = ignored_fields(request, strict=context.config.strict_params)
     headers = report_ignored(context, names)
     prompt = await context.in_thread(lambda: render(context, request))
-    return _json({"prompt": prompt.replace(PLAIN_MARK, "")}, headers)
+    return JSONResponse({"prompt": prompt.replace(PLAIN_MARK, "")}, headers=headers)
 
 
 async def reset_prefix_cache(context: ServingContext, http: Request) -> Response:
     """Forget all cached prefixes; raises :class:`APIError` (403, or 503 if nobody answers)."""
     require_admin(http)
-    try:
-        async with asyncio.timeout(QUESTION_TIMEOUT):
-            num_blocks = await context.client.reset_prefix_cache()
-    except TimeoutError:
-        raise unavailable("server_is_overloaded", "the engine does not answer") from None
-    except EngineDeadError:
-        raise engine_dead() from None
-    return _json({"num_blocks": num_blocks})
-
-
-def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(value), headers=headers, media_type="application/json")
+    num_blocks = await context.ask(context.client.reset_prefix_cache())
+    return JSONResponse({"num_blocks": num_blocks})

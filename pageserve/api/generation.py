@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from pageserve.api.chat_output import ChatParser
-from pageserve.api.context import ServingContext
+from pageserve.api.context import QUESTION_TIMEOUT, ServingContext
 from pageserve.api.errors import (
     APIError,
     bad_request,
@@ -24,7 +24,6 @@ from pageserve.messages import INVALID_LOGITS, PROMPT_TOO_LONG, AddRequest
 
 logger = logging.getLogger("pageserve.api")
 
-QUESTION_TIMEOUT = 2.0  # seconds for the engine to answer between two steps
 MERGE_AHEAD = 64  # outputs of several sequences that may wait for their reader
 
 

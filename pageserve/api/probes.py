@@ -1,7 +1,5 @@
 """Routes for operators: health, liveness, readiness, version and metrics. They need no key."""
 
-from typing import Any
-
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,25 +7,26 @@ from starlette.responses import Response
 import pageserve
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, unavailable
+from pageserve.api.responses import JSONResponse
 
 
 async def health(context: ServingContext, http: Request) -> Response:
     """Return 200 if requests are served, else the error they would get."""
     error = context.unavailable() or _stalled(context)
-    return _json({"status": "ok"}) if error is None else error.response()
+    return JSONResponse({"status": "ok"}) if error is None else error.response()
 
 
 async def live(context: ServingContext, http: Request) -> Response:
     """Return 200 unless only a restart can help: loading and draining are signs of life."""
     error = context.unavailable() if context.client.dead is not None else _stalled(context)
-    return _json({"status": "ok"}) if error is None else error.response()
+    return JSONResponse({"status": "ok"}) if error is None else error.response()
 
 
 async def ready(context: ServingContext, http: Request) -> Response:
     """Return 200 if requests are served, else how far the server is."""
     error = context.unavailable()
     if error is None:
-        return _json({"status": "ready"})
+        return JSONResponse({"status": "ready"})
     progress = context.client.progress
     status = {"model_loading": "loading", "server_draining": "draining"}.get(error.code or "")
     body = orjson.loads(error.body()) | {
@@ -36,12 +35,12 @@ async def ready(context: ServingContext, http: Request) -> Response:
             "phase": progress.phase, "done": progress.done, "total": progress.total
         },
     }  # fmt: skip
-    return _json(body, error.status, error.headers)
+    return JSONResponse(body, error.status, error.headers)
 
 
 async def version(context: ServingContext, http: Request) -> Response:
     """Return the server's version."""
-    return _json({"version": pageserve.__version__})
+    return JSONResponse({"version": pageserve.__version__})
 
 
 async def metrics(context: ServingContext, http: Request) -> Response:
@@ -55,7 +54,3 @@ def _stalled(context: ServingContext) -> APIError | None:
         return None
     seconds = context.config.stall_timeout
     return unavailable("engine_dead", f"the engine has not finished a step for {seconds:g} s")
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(value), status, headers, media_type="application/json")

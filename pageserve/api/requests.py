@@ -1,18 +1,16 @@
 """GET /v1/requests and POST /v1/requests/{id}/cancel: look at what runs, and end it."""
 
-import asyncio
 import time
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pageserve.api.context import ServingContext
-from pageserve.api.errors import APIError, engine_dead, request_cancelled, unavailable
-from pageserve.api.generation import QUESTION_TIMEOUT, Generation
+from pageserve.api.errors import APIError, request_cancelled
+from pageserve.api.generation import Generation
 from pageserve.api.keys import ApiKey, require_admin
-from pageserve.engine.client import EngineDeadError
+from pageserve.api.responses import JSONResponse
 from pageserve.messages import RequestProgress
 
 
@@ -20,9 +18,9 @@ async def list_requests(context: ServingContext, http: Request) -> Response:
     """List all requests in the engine; raises :class:`APIError` (403 without an admin key)."""
     require_admin(http)
     generations = sorted(context.generations, key=lambda g: g.arrival)
-    progress = {p.request_id: p for p in await _ask(context)}
+    progress = {p.request_id: p for p in await context.ask(context.client.get_progress())}
     data = [_card(generation, progress) for generation in generations]
-    return _json({"object": "list", "data": data})
+    return JSONResponse({"object": "list", "data": data})
 
 
 async def cancel_request(context: ServingContext, http: Request) -> Response:
@@ -43,17 +41,7 @@ async def cancel_request(context: ServingContext, http: Request) -> Response:
         raise APIError(404, "request_not_found", "no running request has this id")
     for generation in found:
         generation.abort(request_cancelled())
-    return _json({"id": name, "cancelled": True})
-
-
-async def _ask(context: ServingContext) -> list[RequestProgress]:
-    try:
-        async with asyncio.timeout(QUESTION_TIMEOUT):
-            return await context.client.get_progress()
-    except TimeoutError:
-        raise unavailable("server_is_overloaded", "the engine does not answer") from None
-    except EngineDeadError:
-        raise engine_dead() from None
+    return JSONResponse({"id": name, "cancelled": True})
 
 
 def _card(generation: Generation, progress: dict[str, RequestProgress]) -> dict[str, Any]:
@@ -72,7 +60,3 @@ def _card(generation: Generation, progress: dict[str, RequestProgress]) -> dict[
         "cached_tokens": generation.num_cached_tokens,
         "key": generation.key.name,
     }
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

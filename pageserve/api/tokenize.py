@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,6 +11,7 @@ from pageserve.api.chat_completions import render
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import bad_request
 from pageserve.api.protocol import DetokenizeRequest, TokenizeRequest, ignored_fields, parse
+from pageserve.api.responses import JSONResponse
 from pageserve.api.serving import report_ignored, vocab_size
 
 
@@ -34,7 +34,7 @@ async def tokenize(context: ServingContext, http: Request) -> Response:
         "tokens": tokens,
         "token_strs": strings,
     }
-    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+    return JSONResponse(body, headers=headers)
 
 
 async def detokenize(context: ServingContext, http: Request) -> Response:
@@ -51,7 +51,7 @@ async def detokenize(context: ServingContext, http: Request) -> Response:
         lambda: tokenizer.decode(request.tokens, request.skip_special_tokens)
     )
     body = {"prompt": text, "content": text, "text": text}
-    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+    return JSONResponse(body, headers=headers)
 
 
 def _check(context: ServingContext, request: TokenizeRequest | DetokenizeRequest) -> dict[str, str]:

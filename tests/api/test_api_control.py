@@ -129,8 +129,7 @@ def test_list_shows_states_and_needs_an_admin_key(make_keyed):
 
 
 def test_engine_that_does_not_answer(api, monkeypatch):
-    monkeypatch.setattr("pageserve.api.requests.QUESTION_TIMEOUT", 0.01)
-    monkeypatch.setattr("pageserve.api.control.QUESTION_TIMEOUT", 0.01)
+    monkeypatch.setattr("pageserve.api.context.QUESTION_TIMEOUT", 0.01)
     api.engine.deaf = True
     for response in (api.get("/v1/requests"), api.post("/reset_prefix_cache")):
         assert response.status_code == 503 and "retry-after" in response.headers
