@@ -23,10 +23,9 @@ from pageserve.checkpoint import (
 )
 from pageserve.config import ConfigError
 from pageserve.hub import DEMO_FILE
-from pageserve.sampling_params import ParameterError, SamplingParams
+from pageserve.sampling_params import GenerationDefaults, ParameterError, SamplingParams
 
 __all__ = [
-    "GenerationDefaults",
     "ModelConfig",
     "ModelError",
     "RopeConfig",
@@ -126,28 +125,6 @@ class ModelConfig:
         return embeddings + self.num_layers * layer + hidden
 
 
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """Sampling values of a model's generation_config.json; None where the file is silent.
-
-    They apply to requests that leave the field out. ``do_sample: false`` reads as temperature 0.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    def as_dict(self) -> dict[str, float | int]:
-        """Return the fields that have a value."""
-        return {key: value for key, value in vars(self).items() if value is not None}
-
-    def over(self, others: "GenerationDefaults") -> "GenerationDefaults":
-        """Return these values, and the others' where these are silent."""
-        return GenerationDefaults(**(vars(others) | self.as_dict()))
-
-
 # What the embedded model's authors recommend; at temperature 1 it rambles.
 DEMO_DEFAULTS = GenerationDefaults(temperature=0.2, top_p=0.9)
 
@@ -170,8 +147,8 @@ def count_parameters(path: Path) -> int:
 
 
 def load_generation_defaults(path: Path) -> GenerationDefaults:
-    """Read generation_config.json beside the weights; of .gguf files, which have none, only the
-    embedded model has defaults.
+    """Read generation_config.json beside the weights, where ``do_sample: false`` means temperature
+    0; of .gguf files, which have none, only the embedded model has defaults.
 
     Raises :class:`ModelError` for values no request could use.
     """

@@ -5,6 +5,8 @@ and the sampler (choosing) read it. Nothing here knows about a tokenizer or a te
 """
 
 import math
+from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 
@@ -108,6 +110,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ParameterError(
                 "stop", "string_below_min_length", "a stop string must not be empty"
             )
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a request gets that leaves a field out: the values of the model's generation_config.json
+    and of --override-generation-config. None, where both are silent, leaves OpenAI's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def as_dict(self) -> dict[str, float | int]:
+        """Return the fields that have a value."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+    def over(self, others: Self) -> Self:
+        """Return these values, and the others' where these are silent."""
+        return type(self)(**(vars(others) | self.as_dict()))
 
 
 def for_choice(params: SamplingParams, index: int) -> SamplingParams:

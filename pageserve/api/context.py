@@ -24,6 +24,7 @@ from pageserve.api.metrics import Metrics
 from pageserve.config import EngineConfig, ServerArgs
 from pageserve.engine.client import EngineClient, EngineDeadError
 from pageserve.messages import EngineReady
+from pageserve.sampling_params import GenerationDefaults
 from pageserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,17 +35,6 @@ ABORT_GRACE = 5.0  # seconds for aborted requests to say so after the drain time
 MAX_RETRY_AFTER = 60
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """Sampling the model's own files ask for; None leaves OpenAI's default."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 @dataclass
@@ -66,7 +56,7 @@ class ServingContext:
     model_names: tuple[str, ...]
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     tokenizer: Tokenizer | None = None
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: GenerationDefaults = GenerationDefaults()
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0  # requests past the gate whose answer is not complete

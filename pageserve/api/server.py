@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from pageserve.api.app import build_app
 from pageserve.api.connection import Connection
-from pageserve.api.context import SamplingDefaults, ServingContext
+from pageserve.api.context import ServingContext
 from pageserve.api.logs import JsonFormatter
 from pageserve.config import ConfigError, EngineConfig, ServerArgs
 from pageserve.engine.process import ProcessClient
@@ -212,13 +212,7 @@ class _Lifecycle:
             defaults = self.overrides
             if config.model.generation_config == "auto":
                 defaults = defaults.over(await asyncio.to_thread(load_generation_defaults, path))
-            self.context.defaults = SamplingDefaults(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-            )
+            self.context.defaults = defaults
             self.context.tokenizer = tokenizer
             while self.client.ready is None and self.client.dead is None:
                 await asyncio.sleep(0.02)

@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes import ScriptedEngine, byte_tokenizer
 
 from pageserve.api.app import build_app
-from pageserve.api.context import SamplingDefaults, ServingContext
+from pageserve.api.context import ServingContext
 from pageserve.config import EngineConfig, SchedulerArgs, ServerArgs
+from pageserve.sampling_params import GenerationDefaults
 
 T = TypeVar("T")
 TOKENIZER = byte_tokenizer()
@@ -70,7 +71,7 @@ class Api:
         *,
         names: tuple[str, ...] = ("tiny", "org/tiny"),
         server: dict[str, Any] | None = None,
-        defaults: SamplingDefaults | None = None,
+        defaults: GenerationDefaults | None = None,
         policy: Any = "fcfs",
         tokenizer: Any = TOKENIZER,
         loaded: bool = True,

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 from api_harness import CHAT, HI, TOKENIZER, error_of
 
-from pageserve.api.context import SamplingDefaults
 from pageserve.api.protocol import ChatCompletionRequest
-from pageserve.sampling_params import SamplingParams
+from pageserve.sampling_params import GenerationDefaults, SamplingParams
 
 EVERY_OPTIONAL_FIELD = {
     *ChatCompletionRequest.model_fields, *ChatCompletionRequest.neutral, "store", "metadata",
@@ -62,7 +61,7 @@ def test_defaults_are_those_of_openai(api):
 
 
 def test_model_defaults_lie_under_the_request(make_api):
-    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
+    defaults = GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
     api = make_api(defaults=defaults)
     params = params_of(api, top_p=0.9, min_p=0.1)
     assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.9, 20)

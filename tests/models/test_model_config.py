@@ -7,13 +7,13 @@ from helpers import edit_json
 
 from pageserve.config import ConfigError
 from pageserve.model_config import (
-    GenerationDefaults,
     ModelError,
     RopeConfig,
     load_generation_defaults,
     load_model_config,
     parse_generation_defaults,
 )
+from pageserve.sampling_params import GenerationDefaults
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
