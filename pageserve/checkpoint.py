@@ -51,14 +51,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_bytes(path: Path) -> int:
-    """Return the bytes of all stored weights of a model directory or .gguf file, from its headers.
-
-    Raises :class:`ModelError` for a file that is missing, truncated or of another format.
-    """
-    return sum(info.nbytes for info in list_tensors(path).values())
-
-
 def list_tensors(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of a model directory or .gguf file by its stored name.
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from pageserve.checkpoint import ModelError
 from pageserve.config import ConfigError, EngineConfig, ServerArgs, add_flags, from_flags
-from pageserve.model_config import ModelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,14 +86,14 @@ def _parse(
 
 def _plan_text(config: EngineConfig) -> str:
     from pageserve.hub import resolve_model
-    from pageserve.model_config import count_parameters, load_model_config
+    from pageserve.model_config import load_model_config
     from pageserve.worker.memory import DTYPE_BYTES, GIB, activation_bytes, plan_memory
     from pageserve.worker.worker import choose_device, free_device_bytes, resolve
 
     path = resolve_model(config.model.model, None)
     model = load_model_config(path)
     config = resolve(config, model, choose_device(config.model.device))
-    num_params = count_parameters(path)
+    num_params = model.num_parameters
     to_come = num_params * DTYPE_BYTES[config.model.dtype] + activation_bytes(config, model)
     memory = plan_memory(
         config,

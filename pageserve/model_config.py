@@ -25,27 +25,17 @@ from pageserve.config import ConfigError
 from pageserve.hub import DEMO_FILE
 from pageserve.sampling_params import GenerationDefaults, ParameterError, SamplingParams
 
-__all__ = [
-    "ModelConfig",
-    "ModelError",
-    "RopeConfig",
-    "count_parameters",
-    "load_generation_defaults",
-    "load_model_config",
-]
-
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 # What a family does when its config.json leaves a key out. A null in the file is not that: it
 # switches a sliding window off, for one.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1},
+    "LlamaForCausalLM": {"max_position_embeddings": 2048, "eos_token_id": 2},
     "MistralForCausalLM": {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "sliding_window": 4096,
         "eos_token_id": 2,
-        "bos_token_id": 1,
     },
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768},
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "head_dim": 128},
@@ -109,7 +99,6 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     dtype: str
     context_note: str = ""
 
@@ -136,14 +125,6 @@ def load_model_config(path: Path) -> ModelConfig:
     not served.
     """
     return _from_gguf(path) if path.suffix == ".gguf" else _from_directory(path)
-
-
-def count_parameters(path: Path) -> int:
-    """Return the parameters of the model in ``path``, a tied head counted once; reads no weights.
-
-    Raises :class:`ModelError` as :func:`load_model_config` does.
-    """
-    return load_model_config(path).num_parameters
 
 
 def load_generation_defaults(path: Path) -> GenerationDefaults:
@@ -260,7 +241,6 @@ def _from_fields(content: dict[str, Any], source: str) -> ModelConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_token_ids=_token_ids(fields.content.get("eos_token_id"), source),
-        bos_token_id=fields.get("bos_token_id", int),
         dtype=_declared_dtype(fields),
         context_note=note,
     )
@@ -461,7 +441,6 @@ def _from_gguf(path: Path) -> ModelConfig:
         "vocab_size": _gguf_vocab_size(path, header),
         "rope_scaling": _gguf_rope_scaling(metadata, name),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
     }
     config = _from_fields({k: v for k, v in content.items() if v is not None}, str(path))
     rotated = metadata.get(f"{name}.rope.dimension_count", config.head_dim)

@@ -26,15 +26,12 @@ from pageserve.api.app import build_app
 from pageserve.api.connection import Connection
 from pageserve.api.context import ServingContext
 from pageserve.api.logs import JsonFormatter
+from pageserve.checkpoint import ModelError
 from pageserve.config import ConfigError, EngineConfig, ServerArgs
 from pageserve.engine.process import ProcessClient
 from pageserve.hub import resolve_model
 from pageserve.messages import LoadProgress
-from pageserve.model_config import (
-    ModelError,
-    load_generation_defaults,
-    parse_generation_defaults,
-)
+from pageserve.model_config import load_generation_defaults, parse_generation_defaults
 from pageserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger("pageserve")

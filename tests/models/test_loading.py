@@ -18,8 +18,8 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from pageserve.checkpoint import list_tensors, weight_bytes
-from pageserve.model_config import ModelError, count_parameters, load_model_config
+from pageserve.checkpoint import ModelError, list_tensors
+from pageserve.model_config import load_model_config
 from pageserve.models import load_model
 
 TOKENS = [5, 17, 200, 3, 3, 150]
@@ -192,7 +192,7 @@ def test_truncated_safetensors(copy, size, sharded):
     with pytest.raises(ModelError, match=f"{file.name} is truncated"):
         load(path)
     with pytest.raises(ModelError, match=file.name):
-        weight_bytes(path)
+        list_tensors(path)
 
 
 def test_not_safetensors(copy):
@@ -300,20 +300,20 @@ def test_mixed_dtypes_become_one(copy):
 def test_counts_need_no_weights(tiny_checkpoint, family):
     path = tiny_checkpoint(family)
     model = load(path)
-    assert count_parameters(path) == sum(p.numel() for p in model.parameters())
-    assert weight_bytes(path) == sum(p.numel() * 4 for p in model.parameters())
+    assert load_model_config(path).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_counts_with_every_bias(tmp_path):
     make_tiny_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
-    assert count_parameters(tmp_path) == sum(p.numel() for p in load(tmp_path).parameters())
+    count = sum(p.numel() for p in load(tmp_path).parameters())
+    assert load_model_config(tmp_path).num_parameters == count
 
 
 def test_progress_counts_every_byte(tiny_checkpoint, gguf_file):
     for path in (tiny_checkpoint("llama", max_shard_size="60KB"), gguf_file):
         seen = []
         load(path, progress=lambda *args, seen=seen: seen.append(args))
-        total = weight_bytes(path)
+        total = sum(info.nbytes for info in list_tensors(path).values())
         assert len(seen) == len(list_tensors(path))
         assert seen[-1] == ("loading weights", total, total)
         assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from helpers import edit_json
 
+from pageserve.checkpoint import ModelError
 from pageserve.config import ConfigError
 from pageserve.model_config import (
-    ModelError,
     RopeConfig,
     load_generation_defaults,
     load_model_config,
