@@ -22,9 +22,15 @@ import torch
 from common import machine
 
 from pageserve.kernels import launch
-from pageserve.kernels.activation import silu_mul
 from pageserve.kernels.input_batch import InputBuffers, prepare_decode, store_sampled
-from pageserve.kernels.linear import GemvConfig, SkinnyConfig, gemv, library_linear, skinny_gemm
+from pageserve.kernels.linear import (
+    Fusion,
+    GemvConfig,
+    SkinnyConfig,
+    gemv,
+    library_linear,
+    skinny_linear,
+)
 from pageserve.kernels.paged_attention import (
     num_decode_programs,
     paged_decode,
@@ -32,8 +38,7 @@ from pageserve.kernels.paged_attention import (
     plan_decode,
     rope_and_paged_decode,
 )
-from pageserve.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from pageserve.kernels.sampling import greedy_sample, sample, token_logprobs
+from pageserve.kernels.sampling import greedy_sample, logsumexp, sample
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16
@@ -241,6 +246,9 @@ class Linear(NamedTuple):
     silu: bool = False
 
 
+LINEARS = {"gemv": gemv, "skinny": skinny_linear, "library": library_linear}
+
+
 def linears(model: Model) -> dict[str, Linear]:
     """The four linear layers of a decoder layer, and the head."""
     heads = model.heads * model.head_dim
@@ -261,38 +269,19 @@ def linear_case(
     n, k = shape.n, shape.k
     weights = [randn(n, k) for _ in range(copies(n * k * 2, small))]
     x = randn(m, k)
-    options: dict[str, Any] = {
-        "bias": randn(n) if shape.bias else None,
-        "residual": randn(m, n) if shape.residual else None,
-        "norm_weight": randn(k) if shape.norm else None,
-        "silu": shape.silu,
-    }
-    if how == "skinny":  # the norm before it is its own launch, timed with it
-        norm_weight = options.pop("norm_weight")
-
-        def call(weight: torch.Tensor) -> torch.Tensor:
-            normed = x if norm_weight is None else rms_norm(x, norm_weight, 1e-6)
-            return skinny_gemm(normed, weight, config=config, **options)
-    elif how == "gemv":
-        call = functools.partial(_gemv_of, x, options, config)
-    else:
-        call = functools.partial(_library_of, x, options)
+    fusion = Fusion(
+        bias=randn(n) if shape.bias else None,
+        residual=randn(m, n) if shape.residual else None,
+        norm_weight=randn(k) if shape.norm else None,
+        silu=shape.silu,
+    )
+    linear = LINEARS[how] if config is None else functools.partial(LINEARS[how], config=config)
 
     def run() -> None:
         for weight in weights:
-            call(weight)
+            linear(x, weight, fusion)
 
     return Work(run, len(weights), n * k * 2)
-
-
-def _gemv_of(
-    x: torch.Tensor, options: dict[str, Any], config: GemvConfig | None, weight: torch.Tensor
-) -> torch.Tensor:
-    return gemv(x, weight, config=config, **options)
-
-
-def _library_of(x: torch.Tensor, options: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:
-    return library_linear(x, weight, **options)
 
 
 # --- a whole step ---------------------------------------------------------------------------------
@@ -327,36 +316,21 @@ def step_case(name: str, batch: int, context: int, how: str, small: bool = False
         )  # fmt: skip
         return out.view(batch, -1)
 
-    def fused(hidden: torch.Tensor, plan: Any) -> torch.Tensor:
-        for layer, w in enumerate(weights):
-            qkv = gemv(hidden, w["qkv"], bias, norm_weight=norm)
-            hidden = gemv(attention(layer, qkv, plan), w["o"], residual=hidden)
-            gated = gemv(hidden, w["gate_up"], norm_weight=norm, silu=True)
-            hidden = gemv(gated, w["down"], residual=hidden)
-        return gemv(hidden, head, norm_weight=norm)
+    linear, head_linear = LINEARS[how], gemv if how == "gemv" else library_linear
 
-    def plain(hidden: torch.Tensor, plan: Any) -> torch.Tensor:
-        product = torch.nn.functional.linear
-        if how == "skinny":
-            product = skinny_gemm
-        normed, residual = rms_norm(hidden, norm, 1e-6), hidden
+    def forward(hidden: torch.Tensor, plan: Any) -> torch.Tensor:
         for layer, w in enumerate(weights):
-            qkv = product(normed, w["qkv"], bias)
-            out = product(attention(layer, qkv, plan), w["o"])
-            normed, residual = fused_add_rms_norm(out, residual, norm, 1e-6)
-            if how == "skinny":
-                gated = skinny_gemm(normed, w["gate_up"], silu=True)
-            else:
-                gated = silu_mul(product(normed, w["gate_up"]))
-            normed, residual = fused_add_rms_norm(product(gated, w["down"]), residual, norm, 1e-6)
-        return torch.nn.functional.linear(normed, head)
+            qkv = linear(hidden, w["qkv"], Fusion(bias, norm_weight=norm))
+            hidden = linear(attention(layer, qkv, plan), w["o"], Fusion(residual=hidden))
+            gated = linear(hidden, w["gate_up"], Fusion(norm_weight=norm, silu=True))
+            hidden = linear(gated, w["down"], Fusion(residual=hidden))
+        return head_linear(hidden, head, Fusion(norm_weight=norm))
 
     def run() -> None:
         prepare_decode(rows, token_ids, table, BLOCK_SIZE, buffers)
         plan = plan_decode(buffers.seq_lens, model.heads, model.kv_heads, model.head_dim, DTYPE)
         hidden = torch.nn.functional.embedding(buffers.input_ids, head)
-        logits = fused(hidden, plan) if how == "gemv" else plain(hidden, plan)
-        store_sampled(rows, greedy_sample(logits), token_ids)
+        store_sampled(rows, greedy_sample(forward(hidden, plan)), token_ids)
 
     num_bytes = 2 * sum(s.n * s.k for key, s in shapes.items() if key != "head") * num_layers
     num_bytes += head.numel() * 2
@@ -387,8 +361,7 @@ def sampling_case(
     if kind == "greedy":
         return work(greedy_sample if how == "triton" else functools.partial(torch.argmax, dim=-1))
     if kind == "logprobs":
-        ids = torch.zeros(batch, dtype=torch.int64, device="cuda")
-        return work(lambda x: token_logprobs(x, ids))
+        return work(logsumexp)
     temperature, top_k, top_p, min_p = SAMPLERS[kind]
 
     def full(value: float, dtype: torch.dtype) -> torch.Tensor:

@@ -195,42 +195,6 @@ def prepare_inputs(
     return input_ids, positions, slot_mapping, seq_lens
 
 
-@triton.jit
-def _gather_rows_kernel(
-    row_slots_ptr, table_ptr, out_ptr, table_stride, out_stride, W,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < W
-    pdl_wait(PDL)
-    slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    read = columns < tl.where(slot >= 0, W, 0)
-    values = tl.load(table_ptr + slot * table_stride + columns, mask=read, other=0)
-    tl.store(out_ptr + row * out_stride + columns, values, mask=mask)
-
-
-def gather_block_tables(
-    row_slots: torch.Tensor, block_tables: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Copy the first columns of ``block_tables[row_slots]`` to ``out`` [B, n]; slot -1 gives 0."""
-    width = out.shape[1]
-    block = min(256, triton.next_power_of_2(width))
-    launch(
-        _gather_rows_kernel,
-        (out.shape[0], triton.cdiv(width, block)),
-        row_slots,
-        block_tables,
-        out,
-        block_tables.stride(0),
-        out.stride(0),
-        width,
-        BLOCK=block,
-        num_warps=1,
-        **pdl_options(out.device),
-    )
-
-
 @triton.jit(do_not_specialize=["B"])
 def _store_sampled_kernel(
     rows_ptr, sampled_ptr, token_ids_ptr, seen_ptr, token_stride, seen_stride, max_len, B,

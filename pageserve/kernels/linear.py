@@ -1,8 +1,7 @@
 """Linear layers of few rows, which are a stream of weights: GEMV for one, skinny GEMM for more.
 
 ``weight`` is [N, K] row-major as in ``torch.nn.Linear``. What surrounds the product costs a launch
-of its own in a library; here it is folded in: the RMSNorm of the input, the bias, the residual
-addition, and SiLU·mul of a fused gate-up weight [2I, K].
+of its own in a library; here it is folded in, see :class:`Fusion`.
 """
 
 import functools
@@ -29,6 +28,23 @@ from pageserve.kernels.launch import (
 from pageserve.kernels.rms_norm import rms_norm
 
 MAX_SKINNY_ROWS = 64
+
+
+class Fusion(NamedTuple):
+    """What is computed along with ``x @ weight.T`` [M, N]; whatever is None is left out.
+
+    In this order: ``x`` is normed by its root mean square, ``bias`` is added, a fused gate-up
+    weight [2N, K] becomes ``silu(gate) * up`` (without bias), and ``residual`` is added.
+    """
+
+    bias: torch.Tensor | None = None  # [N]
+    residual: torch.Tensor | None = None  # [M, N], may be overwritten
+    norm_weight: torch.Tensor | None = None  # [K]
+    eps: float = 1e-6
+    silu: bool = False
+
+
+NO_FUSION = Fusion()
 
 
 class GemvConfig(NamedTuple):
@@ -178,24 +194,13 @@ def gemv_tiles(n: int, k: int, silu: bool) -> list[GemvConfig]:
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    silu: bool = False,
+    fusion: Fusion = NO_FUSION,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``rms_norm(x) @ weight.T + bias + residual`` [1, N] for ``x`` [1, K].
-
-    The norm, ``bias`` [N] and ``residual`` [1, N] are left out where they are None. With ``silu``
-    the weight is [2N, K] and the result ``silu(gate) * up``, without bias. Raises ValueError on
-    more rows.
-    """
-    m, k = x.shape
-    n = weight.shape[0] // 2 if silu else weight.shape[0]
+    """Return the product [1, N] of ``x`` [1, K]; raises ValueError on more rows."""
+    bias, residual, norm_weight, eps, silu = fusion
+    m, n, k = _shape(x, weight, fusion)
     check(m == 1, f"gemv takes one row, not {m}")
-    check(weight.shape[1] == k and weight.is_contiguous(), "weight must be [N, K] row-major")
-    check(not (silu and bias is not None), "SiLU·mul takes no bias")
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = config or gemv_config(n, k, silu)
     launch(
@@ -223,6 +228,14 @@ def gemv(
         **pdl_options(x.device),
     )
     return out
+
+
+def _shape(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> tuple[int, int, int]:
+    """Return (M, N, K) of a product; raises ValueError for what does not go together."""
+    (m, k), (n, columns) = x.shape, weight.shape
+    check(columns == k and weight.is_contiguous(), "weight must be [N, K] row-major")
+    check(not (fusion.silu and fusion.bias is not None), "SiLU·mul takes no bias")
+    return m, n // 2 if fusion.silu else n, k
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -329,23 +342,21 @@ def skinny_config(n: int, k: int, silu: bool, device: torch.device) -> SkinnyCon
     return SkinnyConfig(64, 128, split_k, 4, 4 if split_k > 1 else 3)
 
 
-def skinny_gemm(
+def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    silu: bool = False,
+    fusion: Fusion = NO_FUSION,
     config: SkinnyConfig | None = None,
 ) -> torch.Tensor:
-    """Return what :func:`gemv` does, without norm, for up to 64 rows, on the matrix units.
+    """Return the product [M, N] for up to 64 rows, on the matrix units; a norm is its own launch.
 
     Raises ValueError on more rows. Launches on one device must follow each other in one stream.
     """
-    m, k = x.shape
-    n = weight.shape[0] // 2 if silu else weight.shape[0]
-    check(1 <= m <= MAX_SKINNY_ROWS, f"skinny_gemm takes 1 to {MAX_SKINNY_ROWS} rows, not {m}")
-    check(weight.shape[1] == k and weight.is_contiguous(), "weight must be [N, K] row-major")
-    check(not (silu and bias is not None), "SiLU·mul takes no bias")
+    bias, residual, norm_weight, eps, silu = fusion
+    m, n, k = _shape(x, weight, fusion)
+    check(1 <= m <= MAX_SKINNY_ROWS, f"skinny_linear takes 1 to {MAX_SKINNY_ROWS} rows, not {m}")
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     block_n, block_k, split_k, warps, stages = config or skinny_config(n, k, silu, x.device)
     size = split_k * m * n * (2 if silu else 1) if split_k > 1 else 0
@@ -385,18 +396,10 @@ def skinny_gemm(
 
 
 def library_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    silu: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = NO_FUSION
 ) -> torch.Tensor:
-    """Return what :func:`gemv` does for any number of rows, around the library's product.
-
-    ``residual`` may be overwritten.
-    """
+    """Return the product [M, N] of any number of rows by the library's kernel."""
+    bias, residual, norm_weight, eps, silu = fusion
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     if residual is not None and bias is None and not silu:
@@ -407,22 +410,7 @@ def library_linear(
     return out if residual is None else out.add_(residual)
 
 
-def skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    silu: bool = False,
-) -> torch.Tensor:
-    """Return what :func:`gemv` does through :func:`skinny_gemm` (the norm is its own launch)."""
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
-    return skinny_gemm(x, weight, bias, residual, silu)
-
-
-Linear = Callable[..., torch.Tensor]
+Linear = Callable[[torch.Tensor, torch.Tensor, Fusion], torch.Tensor]
 
 
 def linear_candidates(m: int, n: int, k: int, silu: bool) -> dict[str, Linear]:
@@ -446,47 +434,35 @@ class LinearChooser:
     times: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)  # µs
     choices: dict[tuple[Any, ...], Linear] = field(default_factory=dict)
 
-    def choose(
-        self,
-        m: int,
-        weight: torch.Tensor,
-        *,
-        bias: bool = False,
-        residual: bool = False,
-        norm: bool = False,
-        silu: bool = False,
-    ) -> Linear:
+    def choose(self, m: int, weight: torch.Tensor, fusion: Fusion) -> Linear:
         """Return the fastest of gemv (in one of its tiles), skinny_linear and library_linear for
-        ``m`` rows of input.
+        ``m`` rows of input; ``fusion`` says what will be fused, its residual may have other rows.
 
-        All take the same arguments. Off the GPU it is always the library, as it is for a shape
-        first seen while a graph is being captured, where nothing can be timed.
+        Off the GPU it is always the library, as it is for a shape first seen while a graph is being
+        captured, where nothing can be timed.
         """
-        n, k = weight.shape
-        candidates = linear_candidates(m, n // 2 if silu else n, k, silu)
+        rows, k = weight.shape
+        n = rows // 2 if fusion.silu else rows
+        candidates = linear_candidates(m, n, k, fusion.silu)
         timed = self.device.type == "cuda" and weight.dtype != torch.float32 and not INTERPRETED
         if not timed or len(candidates) == 1:
             return library_linear
-        key = (m, n, k, weight.dtype, bias, residual, norm, silu)
+        tensors = (fusion.bias, fusion.residual, fusion.norm_weight)
+        key = (m, rows, k, weight.dtype, *(t is not None for t in tensors), fusion.silu)
         if key not in self.choices and torch.cuda.is_current_stream_capturing():
             return library_linear
         if key not in self.choices:
-            out_features = n // 2 if silu else n
             random = functools.partial(torch.randn, device=self.device, dtype=weight.dtype)
             x = random(m, k)
-            options = {
-                "bias": random(n) if bias else None,
-                "residual": random(m, out_features) if residual else None,
-                "norm_weight": random(k) if norm else None,
-                "silu": silu,
-            }
+            if fusion.residual is not None:
+                fusion = fusion._replace(residual=random(m, n))
             if compiling():
                 for candidate in candidates.values():
-                    candidate(x, weight, **options)
+                    candidate(x, weight, fusion)
                 return library_linear
             weights = self._copies(weight)
             self.times[key] = times = {
-                name: self._time(f, x, weights, options) for name, f in candidates.items()
+                name: self._time(f, x, weights, fusion) for name, f in candidates.items()
             }
             self.choices[key] = candidates[min(times, key=times.__getitem__)]
         return self.choices[key]
@@ -498,13 +474,13 @@ class LinearChooser:
         return [weight, *(weight.clone() for _ in range(count))]
 
     def _time(
-        self, f: Linear, x: torch.Tensor, weights: list[torch.Tensor], options: dict[str, Any]
+        self, f: Linear, x: torch.Tensor, weights: list[torch.Tensor], fusion: Fusion
     ) -> float:
         """Return the median time in µs of one call, replayed in a graph over all weights."""
 
         def run() -> None:
             for weight in weights:
-                f(x, weight, **options)
+                f(x, weight, fusion)
 
         run()
         torch.cuda.synchronize(self.device)

@@ -596,17 +596,13 @@ def _pick_kernel(
 
 
 @triton.jit
-def _logprob_kernel(
-    logits_ptr, ids_ptr, maxima_ptr, best_ptr, sums_ptr, out_ptr, logits_stride, S, V,
-    S_PAD: tl.constexpr, PDL: tl.constexpr,
+def _logsumexp_kernel(
+    maxima_ptr, best_ptr, sums_ptr, out_ptr, S, V, S_PAD: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
     best, _, total = _row_totals(maxima_ptr, best_ptr, sums_ptr, row, S, V, S_PAD)
-    token = tl.load(ids_ptr + row).to(tl.int64)
-    x = tl.load(logits_ptr + row * logits_stride + tl.maximum(token, 0)).to(tl.float32)
-    logprob = x - best - tl.log(total)
-    tl.store(out_ptr + row, tl.where(token < 0, float("nan"), logprob))
+    tl.store(out_ptr + row, best + tl.log(total))
 
 
 class RepetitionPenalties(NamedTuple):
@@ -884,23 +880,23 @@ def sample(
     return sampled
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return log_softmax(``logits`` [B, V]) at ``token_ids`` [B] as float32 [B]; NaN at id -1."""
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of each row's sum of exponentials, for ``logits`` [B, V] float32 [B].
+
+    NaN for rows that :func:`greedy_sample` has no token for.
+    """
     rows = logits.shape[0]
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:
         return out
     stats = _Statistics(logits)
     launch(
-        _logprob_kernel,
+        _logsumexp_kernel,
         (rows,),
-        logits,
-        token_ids,
         stats.maxima,
         stats.best,
         stats.sums,
         out,
-        logits.stride(0),
         stats.splits,
         stats.vocab,
         S_PAD=stats.splits_pad,

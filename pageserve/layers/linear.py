@@ -114,21 +114,16 @@ def _on_cuda(
     residual: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    from pageserve.kernels.linear import MAX_SKINNY_ROWS, library_linear
+    from pageserve.kernels.linear import MAX_SKINNY_ROWS, Fusion, library_linear
 
     bias = layer.bias
     if silu and bias is not None:  # no model that people serve has this; keep it right, not fast
         out = silu_mul(torch.addmm(bias, x if norm is None else norm(x), layer.weight_t))
         return out if residual is None else residual.add_(out)
+    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    fusion = Fusion(bias, residual, norm_weight, eps, silu)
     linear = library_linear
     if x.shape[0] <= MAX_SKINNY_ROWS:
-        linear = _chooser(x.device).choose(
-            next_power_of_2(x.shape[0]),  # timed for a few row counts, not for each
-            layer.weight,
-            bias=bias is not None,
-            residual=residual is not None,
-            norm=norm is not None,
-            silu=silu,
-        )
-    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    return linear(x, layer.weight, bias, residual, norm_weight, eps, silu)
+        # Timed for a few row counts, not for each.
+        linear = _chooser(x.device).choose(next_power_of_2(x.shape[0]), layer.weight, fusion)
+    return linear(x, layer.weight, fusion)

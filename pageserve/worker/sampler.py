@@ -79,11 +79,19 @@ def raw_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log_softmax(``logits`` [n, v]) at ``token_ids`` [n] as [n], and the ids and values
     of the ``k`` best as [n, k], best first, ties by id. Rows that hold NaN come back as NaN."""
-    norm = logits.logsumexp(-1, keepdim=True)
+    norm = _logsumexp(logits)[:, None]
     chosen = logits.gather(1, token_ids.clamp_min(0)[:, None]) - norm
     k = min(k, logits.shape[1])
     top_ids = (_top_ids_on_gpu if logits.is_cuda else _top_ids)(logits, k)
     return chosen[:, 0], top_ids, logits.gather(1, top_ids) - norm
+
+
+def _logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    if not logits.is_cuda:
+        return logits.logsumexp(-1)
+    from pageserve.kernels import sampling
+
+    return sampling.logsumexp(logits)
 
 
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -167,19 +175,16 @@ def _choose_on_gpu(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
     from pageserve.kernels import sampling
 
     if draws is None:
-        token_ids = sampling.greedy_sample(logits)
-    else:
-        token_ids = sampling.sample(
-            logits,
-            draws.temperature,
-            draws.top_k,
-            draws.top_p,
-            draws.min_p,
-            draws.seeds,
-            draws.output_positions,
-        )
-    chosen = logits.gather(1, token_ids.clamp_min(0)[:, None])[:, 0]
-    return token_ids.masked_fill(chosen == torch.inf, NO_TOKEN)
+        return sampling.greedy_sample(logits)
+    return sampling.sample(
+        logits,
+        draws.temperature,
+        draws.top_k,
+        draws.top_p,
+        draws.min_p,
+        draws.seeds,
+        draws.output_positions,
+    )
 
 
 def _choose(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:

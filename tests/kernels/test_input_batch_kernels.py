@@ -5,7 +5,6 @@ import torch
 
 from pageserve.kernels.input_batch import (
     InputBuffers,
-    gather_block_tables,
     prepare_decode,
     prepare_inputs,
     store_sampled,
@@ -62,15 +61,6 @@ def test_prepare_inputs(block_size, padding, device):
     expected = [kv_slot(blocks, s, p, block_size) if ok else -1 for (s, p), ok in flags]
     assert slot_mapping.tolist() == expected + [-1] * padding
     assert seq_lens.tolist() == [20, 17, 0, 40]
-
-
-def test_gather_block_tables(device):
-    _, blocks = table(1, device)
-    out = torch.full((3, 30), -5, dtype=torch.int32, device=device)
-    gather_block_tables(torch.tensor([5, -1, 0], dtype=torch.int32, device=device), blocks, out)
-    assert torch.equal(out[0], blocks[5, :30])
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    assert torch.equal(out[2], blocks[0, :30])
 
 
 def test_store_sampled(device):

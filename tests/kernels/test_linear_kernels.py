@@ -6,6 +6,8 @@ import torch
 from reference import close
 
 from pageserve.kernels.linear import (
+    NO_FUSION,
+    Fusion,
     GemvConfig,
     LinearChooser,
     SkinnyConfig,
@@ -13,7 +15,6 @@ from pageserve.kernels.linear import (
     gemv_tiles,
     library_linear,
     linear_candidates,
-    skinny_gemm,
     skinny_linear,
 )
 
@@ -36,14 +37,14 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, s
     )
 
 
-def expected(x, weight, bias=None, residual=None, norm_weight=None, silu=False) -> torch.Tensor:
+def expected(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = NO_FUSION) -> torch.Tensor:
     x = x.double()
-    if norm_weight is not None:
-        x = reference.rms_norm(x, norm_weight, EPS)
+    if fusion.norm_weight is not None:
+        x = reference.rms_norm(x, fusion.norm_weight, fusion.eps)
     out = x @ weight.double().T
-    if silu:
+    if fusion.silu:
         out = reference.silu_mul(out)
-    for addend in (bias, residual):
+    for addend in (fusion.bias, fusion.residual):
         out = out if addend is None else out + addend.double()
     return out
 
@@ -54,44 +55,44 @@ def expected(x, weight, bias=None, residual=None, norm_weight=None, silu=False) 
 def test_gemv(dtype, k, block_k, block_n, device):
     x, weight, bias, residual, norm_weight = operands(1, 13, k, dtype, device)
     config = GemvConfig(block_n, block_k, 4)
-    out = gemv(x, weight, bias, residual, norm_weight, EPS, config=config)
-    close(out, expected(x, weight, bias, residual, norm_weight))
+    fusion = Fusion(bias, residual, norm_weight, EPS)
+    close(gemv(x, weight, fusion, config), expected(x, weight, fusion))
     close(gemv(x, weight, config=config), expected(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemv_silu(dtype, device):
     x, weight, _, _, norm_weight = operands(1, 11, 200, dtype, device, silu=True)
+    fusion = Fusion(norm_weight=norm_weight, eps=EPS, silu=True)
     for config in (None, GemvConfig(2, 64, 4)):
-        out = gemv(x, weight, norm_weight=norm_weight, eps=EPS, silu=True, config=config)
-        close(out, expected(x, weight, norm_weight=norm_weight, silu=True))
+        close(gemv(x, weight, fusion, config), expected(x, weight, fusion))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 5, 16, 33])
 @pytest.mark.parametrize("split_k", [1, 3])
-def test_skinny_gemm(dtype, m, split_k, device):
-    x, weight, bias, residual, _ = operands(m, 40, 200, dtype, device)
+def test_skinny_linear(dtype, m, split_k, device):
+    x, weight, bias, residual, norm_weight = operands(m, 40, 200, dtype, device)
     config = SkinnyConfig(16, 32, split_k, 4, 3)
-    for _ in range(2):  # twice: the counters must be ready again
-        out = skinny_gemm(x, weight, bias, residual, config=config)
-        close(out, expected(x, weight, bias, residual))
+    for norm in (None, norm_weight):  # twice: the counters must be ready again
+        fusion = Fusion(bias, residual, norm, EPS)
+        close(skinny_linear(x, weight, fusion, config), expected(x, weight, fusion))
 
 
 @pytest.mark.parametrize("split_k", [1, 4])
-def test_skinny_gemm_silu(split_k, device):
+def test_skinny_linear_silu(split_k, device):
     x, weight, _, residual, _ = operands(7, 40, 256, torch.bfloat16, device, silu=True)
     config = SkinnyConfig(32, 64, split_k, 4, 3)
-    out = skinny_gemm(x, weight, residual=residual, silu=True, config=config)
-    close(out, expected(x, weight, residual=residual, silu=True))
+    fusion = Fusion(residual=residual, silu=True)
+    close(skinny_linear(x, weight, fusion, config), expected(x, weight, fusion))
 
 
 @pytest.mark.parametrize("linear", [gemv, skinny_linear, library_linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_candidates_of_a_choice_agree(linear, dtype, device):
     x, weight, _, residual, norm_weight = operands(1, 48, 160, dtype, device, silu=True)
-    out = linear(x, weight, None, residual, norm_weight, EPS, True)
-    close(out, expected(x, weight, None, residual, norm_weight, True), factor=2)
+    fusion = Fusion(None, residual, norm_weight, EPS, True)
+    close(linear(x, weight, fusion), expected(x, weight, fusion), factor=2)
 
 
 SHAPES = [  # (n, k, silu): a tile per part of K, parts that do not divide, one tile for all of K
@@ -105,33 +106,35 @@ SHAPES = [  # (n, k, silu): a tile per part of K, parts that do not divide, one 
 @pytest.mark.parametrize(("n", "k", "silu"), SHAPES)
 def test_every_tile_that_is_timed_computes_the_layer(n, k, silu, device):
     x, weight, _, residual, norm_weight = operands(1, n, k, torch.bfloat16, device, silu)
-    want = expected(x, weight, None, residual, norm_weight, silu)
+    fusion = Fusion(None, residual, norm_weight, EPS, silu)
+    want = expected(x, weight, fusion)
     candidates = linear_candidates(1, n, k, silu)
     assert len(candidates) == 2 + len(gemv_tiles(n, k, silu)) >= 4
     for linear in candidates.values():
-        close(linear(x, weight, None, residual.clone(), norm_weight, EPS, silu), want, factor=2)
+        close(linear(x, weight, fusion._replace(residual=residual.clone())), want, factor=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_library_adds_the_residual(biased, dtype, device):
     x, weight, bias, residual, norm_weight = operands(70, 40, 96, dtype, device)
-    bias = bias if biased else None
-    want = expected(x, weight, bias, residual, norm_weight)
-    close(library_linear(x, weight, bias, residual, norm_weight, EPS), want)
+    fusion = Fusion(bias if biased else None, residual, norm_weight, EPS)
+    want = expected(x, weight, fusion)
+    close(library_linear(x, weight, fusion), want)
 
 
 def test_choice_is_measured_once_per_shape(device):
     chooser = LinearChooser(device, repeats=3)
     weight = torch.randn(256, 512, dtype=torch.bfloat16, device=device)
-    choice = chooser.choose(1, weight, norm=True, silu=True)
-    assert chooser.choose(1, weight, norm=True, silu=True) is choice
+    fusion = Fusion(norm_weight=torch.ones(512, dtype=torch.bfloat16, device=device), silu=True)
+    choice = chooser.choose(1, weight, fusion)
+    assert chooser.choose(1, weight, fusion) is choice
     if device.type == "cuda":
         (times,) = chooser.times.values()
         fastest = linear_candidates(1, 128, 512, True)[min(times, key=times.__getitem__)]
         assert getattr(choice, "func", choice) is getattr(fastest, "func", fastest)
         assert set(times) == set(linear_candidates(1, 128, 512, True))
-        assert chooser.choose(4, weight) in (skinny_linear, library_linear)
+        assert chooser.choose(4, weight, NO_FUSION) in (skinny_linear, library_linear)
     else:
         assert choice is library_linear
 
@@ -141,4 +144,4 @@ def test_too_many_rows_are_refused(device):
     with pytest.raises(ValueError, match="one row, not 5"):
         gemv(torch.randn(5, 16, device=device), weight)
     with pytest.raises(ValueError, match="1 to 64 rows, not 65"):
-        skinny_gemm(torch.randn(65, 16, device=device), weight)
+        skinny_linear(torch.randn(65, 16, device=device), weight)

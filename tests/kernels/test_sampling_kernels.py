@@ -8,8 +8,8 @@ from pageserve.kernels.sampling import (
     RepetitionPenalties,
     apply_bitmasks,
     greedy_sample,
+    logsumexp,
     sample,
-    token_logprobs,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -141,15 +141,16 @@ def test_top_p_that_keeps_many_tokens(spread, top_p, device):
 
 
 def test_unusable_rows_and_masked_tokens(device):
-    logits = draw_logits(4, 300, torch.float32, device)
+    logits = draw_logits(5, 300, torch.float32, device)
     logits[0, 7] = NAN
     logits[1] = -INF
     logits[2] = -INF
     logits[2, 123] = -50.0
     logits[3, 10:] = -INF
+    logits[4, 3] = INF
     for row in [(1.0, 0, 1.0, 0.0, 1, 2), (1.0, 50, 0.9, 0.0, 1, 2)]:
-        drawn = draw(logits, [row] * 4)
-        assert drawn[:3] == [-1, -1, 123] and 0 <= drawn[3] < 10
+        drawn = draw(logits, [row] * 5)
+        assert drawn[:3] == [-1, -1, 123] and 0 <= drawn[3] < 10 and drawn[4] == -1
 
 
 def test_a_row_does_not_depend_on_its_batch(device):
@@ -169,15 +170,16 @@ def test_draws_follow_the_distribution(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_logprobs(dtype, device):
-    logits = draw_logits(3, 5000, dtype, device)
+def test_logsumexp(dtype, device):
+    logits = draw_logits(4, 5003, dtype, device)[:, :5000]  # rows are not contiguous
     logits[1, 5:] = -INF
-    ids = torch.tensor([4999, 2, -1], device=device)
-    expected = logits.double().log_softmax(-1)
-    out = token_logprobs(logits, ids).cpu()
-    assert abs(out[0] - expected[0, 4999].cpu()) < 1e-5
-    assert abs(out[1] - expected[1, 2].cpu()) < 1e-5
-    assert out[2].isnan()
+    logits[2, 7] = NAN
+    logits[3] = -INF
+    expected = logits[:2].double().logsumexp(-1)
+    out = logsumexp(logits)
+    assert (out[:2] - expected).abs().max() < 1e-5
+    assert out[2:].isnan().all()
+    assert logsumexp(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
