@@ -9,7 +9,9 @@
 
 The file is a JSON array written as events come, about 1 kB a step, so it is usable after a crash
 (the format forgives a missing end) and memory stays bounded by the live requests. All times are
-microseconds of ``time.monotonic()`` since the file was opened.
+microseconds of ``time.monotonic()`` since the file was opened, in eighths: such numbers are exact
+in binary, so that however a reader rounds (Perfetto counts in nanoseconds) no slice begins before
+its neighbour has ended; it would be dropped or drawn elsewhere.
 """
 
 import logging
@@ -27,9 +29,10 @@ from pageserve.messages import AddRequest, RequestOutput, SchedulerOutput, Sched
 
 logger = logging.getLogger("pageserve.engine")
 
-ENGINE, REQUESTS = 1, 2  # Perfetto's "processes": groups of tracks
+ENGINE, REQUESTS = 1, 10  # Perfetto's "processes": groups of tracks
 PLAN, LAUNCH, DEVICE, ABSORB = 1, 2, 3, 4
-FIRST_REQUEST = 100  # viewers take track numbers to be unique over all groups
+FIRST_REQUEST = 100  # viewers take numbers to be unique over the tracks of all groups; the group's
+# own is its first track, if there is one
 FLUSH_BYTES = 1 << 16
 FLUSH_SECONDS = 1.0
 
@@ -242,7 +245,7 @@ class Timeline:
         now = time.monotonic()
         for track in self._tracks.values():
             self._close(track, now)
-        self._buffer += b"\n]\n"
+        self._buffer += b"\n]"  # nothing behind it: Perfetto may refuse even white space there
         self._flush(now)
         if self._file is not None:
             self._file.close()
@@ -306,10 +309,10 @@ class Timeline:
         self, name: str, process: int, track: int, start: float, end: float, args: Any
     ) -> None:
         begin, finish = self._micros(start), self._micros(max(start, end))
-        self._emit("X", name, process, track, at=start, dur=round(finish - begin, 3), args=args)
+        self._emit("X", name, process, track, at=start, dur=finish - begin, args=args)
 
     def _micros(self, at: float) -> float:
-        return round((at - self._origin) * 1e6, 3)
+        return round((at - self._origin) * 8e6) / 8
 
     def _emit(
         self, kind: str, name: str, process: int, track: int, at: float | None = None, **more: Any
