@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,10 @@ class DenseReferenceBackend:
     def build_metadata(self, *args: Any) -> AttentionMetadata:
         return AttentionMetadata(*args)
 
+    def narrow(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        starts = torch.arange(len(metadata.query_start_loc), dtype=torch.int32)
+        return replace(metadata, query_start_loc=starts, max_query_len=1)
+
     def forward(
         self,
         query: torch.Tensor,
@@ -287,8 +292,11 @@ class PagedRunner:
         self.lengths: dict[int, int] = {}
 
     @torch.inference_mode()
-    def step(self, rows: list[tuple[int, list[int]]], padding: int = 0) -> torch.Tensor:
-        """Run one mixed batch and return the logits of all its tokens, [num_tokens, vocab]."""
+    def step(
+        self, rows: list[tuple[int, list[int]]], padding: int = 0, last_only: bool = False
+    ) -> torch.Tensor:
+        """Run one mixed batch and return the logits of all its tokens, [num_tokens, vocab], or
+        those of each row's last one."""
         ids, positions, slots, starts, lengths = [], [], [], [0], []
         for sequence, tokens in rows:
             start = self.lengths.get(sequence, 0)
@@ -316,6 +324,10 @@ class PagedRunner:
         )
         pad = [0] * padding
         hidden = self.model(
-            torch.tensor(ids + pad), torch.tensor(positions + pad), self.kv_cache, metadata
+            torch.tensor(ids + pad),
+            torch.tensor(positions + pad),
+            self.kv_cache,
+            metadata,
+            last_only,
         )
         return self.model.compute_logits(hidden[: len(ids)])

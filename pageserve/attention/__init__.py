@@ -27,6 +27,11 @@ class AttentionMetadata:
     max_seq_len: int
     plan: Any = None  # a backend's own precomputed work, see AttentionBackend.plan
 
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """Index of each row's last query token [num_rows]; 0 for empty rows in front."""
+        return (self.query_start_loc[1:] - 1).clamp_min(0)
+
 
 class AttentionBackend(Protocol):
     """``torch_blockwise`` is the executable specification. A backend whose kernels rotate and
@@ -45,6 +50,11 @@ class AttentionBackend(Protocol):
         max_seq_len: int,
     ) -> AttentionMetadata:
         """Plan a step once, on the batch's index tensors (shapes as in AttentionMetadata)."""
+        ...
+
+    def narrow(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Plan the same step for the last query token of each row alone, whose KV and that of all
+        others is in the pool by then."""
         ...
 
     def forward(
@@ -69,6 +79,8 @@ class AttentionBackend(Protocol):
         q_norm_weight: torch.Tensor | None,  # [head_dim], with k_norm_weight
         k_norm_weight: torch.Tensor | None,
         eps: float,
+        narrowed: AttentionMetadata | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        """Normalise and rotate heads, write keys and values to the pool, attend."""
+        """Normalise and rotate heads, write keys and values to the pool, attend; with ``narrowed``
+        only the last token of each row attends, [num_rows, num_heads, head_dim]."""
         ...

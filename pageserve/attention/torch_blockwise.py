@@ -119,6 +119,17 @@ class TorchBlockwiseBackend:
             plan,
         )
 
+    def narrow(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Plan the step for the last query token of each row."""
+        return self.build_metadata(
+            torch.arange(len(metadata.query_start_loc), dtype=torch.int32, device=self.device),
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping[metadata.last_tokens],
+            1,
+            metadata.max_seq_len,
+        )
+
     def forward(
         self,
         query: torch.Tensor,

@@ -11,7 +11,7 @@ one large causal square: see :meth:`TritonBackend.long_rows`.
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -99,6 +99,10 @@ class TritonBackend:
             max_seq_len,
             StepPlan(row_slots, long_rows, config),
         )
+
+    def narrow(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Describe the step as one of decodes: the last query token of each row."""
+        return replace(metadata, max_query_len=1, plan=StepPlan(metadata.plan.row_slots))
 
     def long_rows(self, rows: Iterable[ScheduledRow]) -> list[LongRow]:
         """Return the rows that the library computes faster.
@@ -211,6 +215,7 @@ class TritonBackend:
         q_norm_weight: torch.Tensor | None,
         k_norm_weight: torch.Tensor | None,
         eps: float,
+        narrowed: AttentionMetadata | None = None,
     ) -> torch.Tensor:
         """Rotate, store and attend; one launch for a step of decodes only."""
         num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
@@ -239,6 +244,8 @@ class TritonBackend:
             num_kv_heads,
             *norms,
         )
+        if narrowed is not None:
+            query, metadata = query[metadata.last_tokens], narrowed
         return self.forward(query, kv_cache, metadata, scale)
 
     def _attend_long_rows(

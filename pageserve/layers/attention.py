@@ -20,6 +20,7 @@ class AttentionStep:
     positions: torch.Tensor  # [num_tokens]
     cos_sin: torch.Tensor  # [max_model_len, head_dim] float32, see compute_cos_sin
     torch_inputs: "TorchInputs | None"  # for backends without a kernel for rotation and KV write
+    narrowed: AttentionMetadata | None = None  # set: only the last token of each row goes on
 
     @classmethod
     def build(
@@ -141,7 +142,8 @@ class Attention(Module):
         kv_cache: torch.Tensor,  # this layer's pool
         step: AttentionStep,
     ) -> torch.Tensor:
-        """Return ``residual`` [num_tokens, hidden_size] plus the attention of its norm."""
+        """Return ``residual`` [num_tokens, hidden_size] plus the attention of its norm; of a
+        narrowed step that of each row's last token, [num_rows, hidden_size]."""
         qkv = self.qkv_proj(residual, norm=norm)
         if step.torch_inputs is None:
             attended = self.backend.rope_and_forward(
@@ -154,11 +156,17 @@ class Attention(Module):
                 None if self.q_norm is None else self.q_norm.weight,
                 None if self.k_norm is None else self.k_norm.weight,
                 self.eps,
+                step.narrowed,
             )
         else:
             heads = (self.num_heads, self.num_kv_heads)
             query = rope_and_cache(
                 qkv, kv_cache, step.torch_inputs, *heads, self.q_norm, self.k_norm
             )
-            attended = self.backend.forward(query, kv_cache, step.metadata, self.scale)
+            metadata = step.metadata
+            if step.narrowed is not None:
+                query, metadata = query[metadata.last_tokens], step.narrowed
+            attended = self.backend.forward(query, kv_cache, metadata, self.scale)
+        if step.narrowed is not None:
+            residual = residual[step.metadata.last_tokens]
         return self.o_proj(attended.reshape(residual.shape[0], -1), residual=residual)

@@ -4,6 +4,7 @@ Llama, Mistral, Qwen2 and Qwen3 differ in biases, head norms and shapes only, wh
 :class:`~pageserve.model_config.ModelConfig` states.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,16 +100,22 @@ class DecoderForCausalLM(Module):
         positions: torch.Tensor,  # [num_tokens], all below max_model_len
         kv_cache: torch.Tensor,  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
         metadata: AttentionMetadata,
+        last_only: bool = False,
     ) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden_size]; this step's KV is written to the pool.
 
+        With ``last_only`` they are those of each row's last token, [num_rows, hidden_size]: of the
+        others the last layer only stores keys and values, as nothing else of it is ever read.
         A pool of fewer layers than the model's runs only the first ones: see ``rehearse``."""
-        assert len(kv_cache) in (1, len(self.layers)), "a pool has every layer, a rehearsal's one"
+        assert len(kv_cache) in (2, len(self.layers)), "a pool has every layer, a rehearsal's two"
         step = AttentionStep.build(
             positions, self.cos_sin, kv_cache, metadata, self.backend, self.config.num_heads
         )
         hidden = self.embed_tokens(input_ids)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=False):
+        last = len(kv_cache) - 1
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, kv_cache, strict=False)):
+            if i == last and last_only and metadata.max_query_len > 1:
+                step = replace(step, narrowed=self.backend.narrow(metadata))
             hidden = layer(hidden, layer_cache, step)
         return hidden
 

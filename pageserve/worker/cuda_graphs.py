@@ -366,9 +366,7 @@ class CUDAGraphRunner:
             row_slots=row_slots,
             long_rows=long_rows,
         )
-        hidden = self.model(input_ids, positions, self.kv_cache, metadata)
-        if not key.decode:
-            hidden = hidden[(query_start_loc[1:] - 1).clamp_min(0)]
+        hidden = self.model(input_ids, positions, self.kv_cache, metadata, last_only=True)
         logits = self.model.compute_logits(hidden)[:, : self.vocab_limit]
         if key.leaves_logits:
             self._logits[:num_rows].copy_(logits)

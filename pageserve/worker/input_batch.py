@@ -29,7 +29,7 @@ class InputBatch:
     slot_mapping: torch.Tensor  # [num_tokens] int64
     max_query_len: int
     max_seq_len: int
-    logits_indices: torch.Tensor  # [num_samples] int64: last token of each row that samples
+    sampling_rows: torch.Tensor  # [num_samples] int64
 
     @classmethod
     def build(cls, rows: list[ScheduledRow], states: RequestStates) -> "InputBatch":
@@ -64,5 +64,5 @@ class InputBatch:
             slot_mapping=blocks * block_size + token_positions % block_size,
             max_query_len=int(scheduled.max()),
             max_seq_len=max_seq_len,
-            logits_indices=to_device(torch.from_numpy(ends[samples] - 1), device),
+            sampling_rows=to_device(torch.from_numpy(samples.nonzero()[0]), device),
         )

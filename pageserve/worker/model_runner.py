@@ -135,14 +135,17 @@ class ModelRunner:
             batch.max_query_len,
             batch.max_seq_len,
         )
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
+        hidden = self.model(
+            batch.input_ids, batch.positions, self.kv_cache, metadata, last_only=not scoring
+        )
         scores = None
         if scoring:
             compute_logits = self.model.compute_logits
             scores = score_prompts(scoring, hidden, compute_logits, self.states, self.vocab_limit)
-        if not len(batch.logits_indices):
+            hidden = hidden[metadata.last_tokens]
+        if not len(batch.sampling_rows):
             return self._handle(step.step_id, None, [], scores)
-        logits = self.model.compute_logits(hidden[batch.logits_indices])
+        logits = self.model.compute_logits(hidden[batch.sampling_rows])
         return self._sample(step, logits, scores)
 
     def _execute_graph(self, step: SchedulerOutput, graphs: "CUDAGraphRunner") -> StepHandle:

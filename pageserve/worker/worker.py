@@ -112,14 +112,15 @@ class Worker:
         dtype: torch.dtype,
         progress: Callable[[str, int, int], None] | None,
     ) -> int:
-        """Compile the kernels and meet the largest steps, on a pool of one layer; return the bytes
+        """Compile the kernels and meet the largest steps, on a pool of two layers; return the bytes
         to leave for graphs. What the largest step takes stays reserved, and so is counted."""
         from pageserve.worker.cuda_graphs import REHEARSAL_TOKENS
 
         if progress is not None:
             progress("compiling kernels", 0, 0)
         model, block_size = self.model_config, config.cache.block_size
-        shape = (1, 2, cdiv(REHEARSAL_TOKENS, block_size), model.num_kv_heads, block_size)
+        num_layers = min(2, model.num_layers)  # the last one narrows to the tokens that sample
+        shape = (num_layers, 2, cdiv(REHEARSAL_TOKENS, block_size), model.num_kv_heads, block_size)
         with _naming_flags("the largest step", "--max-num-batched-tokens or --max-num-seqs"):
             kv_cache = torch.zeros(*shape, model.head_dim, dtype=dtype, device="cuda")
             assert config.scheduler.max_num_seqs is not None

@@ -39,6 +39,18 @@ def test_layers_of_a_step(step, dtype, heads, device):
         close(out, attention(batch, 0.125))
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_last_tokens_alone(step, device):
+    """What the last layer of a step computes: the step narrowed to each row's last token."""
+    query_lens, seq_lens = STEPS[step]
+    backend = TritonBackend()
+    batch = paged_batch(query_lens, seq_lens, 8, 2, 64, 16, torch.float32, device)
+    metadata = metadata_of(batch, query_lens, seq_lens, backend)
+    last = metadata.last_tokens
+    out = backend.forward(batch.query[last], batch.kv_cache, backend.narrow(metadata), 0.125)
+    close(out, attention(batch, 0.125)[last.long().cpu()])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
 def test_rows_for_the_library(dtype, heads, device, monkeypatch):

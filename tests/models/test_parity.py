@@ -8,6 +8,7 @@ import torch
 import transformers
 from helpers import VOCAB_SIZE, DenseReferenceBackend, PagedRunner, write_gguf
 
+from pageserve.attention.torch_blockwise import TorchBlockwiseBackend
 from pageserve.model_config import load_model_config
 from pageserve.models import load_model
 
@@ -165,6 +166,29 @@ def test_mixed_batches_and_padding_change_nothing(tiny_checkpoint):
     ):
         alone = PagedRunner(model, backend).step([(0, tokens)])
         torch.testing.assert_close(torch.cat(parts), alone, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend_class", [DenseReferenceBackend, TorchBlockwiseBackend])
+def test_last_tokens_alone_equal_those_of_all(tiny_checkpoint, backend_class):
+    """The last layer computes what is read of it and stores the keys and values of every token."""
+    path = tiny_checkpoint("qwen3")
+    config = load_model_config(path)
+    backend = DenseReferenceBackend()
+    if backend_class is TorchBlockwiseBackend:
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        backend = TorchBlockwiseBackend(*heads, block_size=4, dtype=torch.float32)
+    model = load_model(
+        path, config, backend=backend, dtype=torch.float32, device="cpu", max_model_len=512
+    )
+    a, b, c = prompts_of(20, 33, 11)
+    steps = [[(0, a[:8]), (1, b[:1])], [(1, b[1:2]), (2, c), (0, a[8:15])], [(0, a[15:])]]
+    steps += [[(0, a[:1]), (1, b[2:3]), (2, c[:1])]]
+    whole, narrow = PagedRunner(model, backend), PagedRunner(model, backend)
+    for rows in steps:
+        last = torch.tensor([len(tokens) for _, tokens in rows]).cumsum(0) - 1
+        found = narrow.step(rows, last_only=True)
+        torch.testing.assert_close(found, whole.step(rows)[last], rtol=0, atol=1e-5)
+    assert torch.equal(narrow.kv_cache.isnan(), whole.kv_cache.isnan())
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
