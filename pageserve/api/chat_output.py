@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import astuple
 
 from pageserve.api.reasoning import CLOSE, Reasoning, ReasoningParser
 from pageserve.api.tool_parser import CallDelta, Text, ToolParser
@@ -19,6 +20,7 @@ class ChatOutput(TextOutput, gc=False):
     """A step's output taken apart. ``text`` is the model's own; ``logprobs`` are those of tokens
     that begin in the answer; ``begins_call`` says that what comes next is, or may be, a call."""
 
+    # Behind those of TextOutput, in this order: parse() fills them by place.
     pieces: list[Piece] = msgspec.field(default_factory=list)
     begins_call: bool = False
 
@@ -66,25 +68,11 @@ class ChatParser:
         if logprobs is not None:
             self._entries.add(logprobs)
             logprobs = self._entries.take([p for p in pieces if isinstance(p, Text)])
-        return ChatOutput(
-            text=output.text,
-            token_ids=output.token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_reason=output.stop_reason,
-            num_output_tokens=output.num_output_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            num_preemptions=output.num_preemptions,
-            scheduled_time=output.scheduled_time,
-            error=output.error,
-            prompt_logprobs=output.prompt_logprobs,
-            cumulative_logprob=output.cumulative_logprob,
-            end_logprobs=output.end_logprobs,
-            pieces=pieces,
-            begins_call=tools is not None
-            and tools.may_call
-            and not any(isinstance(p, Text) for p in pieces),
-        )
+        begins_call = tools is not None and tools.may_call
+        begins_call = begins_call and not any(isinstance(p, Text) for p in pieces)
+        chat = ChatOutput(*astuple(output), pieces, begins_call)  # type: ignore[call-arg]
+        chat.logprobs, chat.finish_reason = logprobs, finish_reason
+        return chat
 
     def _feed(self, text: str) -> list[Piece]:
         return self._split(*(self._reasoning.feed(text) if self._reasoning else ("", text)))
