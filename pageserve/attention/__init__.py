@@ -25,7 +25,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor  # [num_tokens] int64, block_id * block_size + offset; -1: padding
     max_query_len: int
     max_seq_len: int
-    plan: Any = None  # a backend's own precomputed work, see AttentionBackend.plan
+    plan: Any = None  # a backend's own precomputed work, see build_metadata
 
     @property
     def last_tokens(self) -> torch.Tensor:
@@ -34,8 +34,9 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """``torch_blockwise`` is the executable specification. A backend whose kernels rotate and
-    store keys themselves says so by ``fuses_rope`` and is called by ``rope_and_forward``."""
+    """``torch_blockwise`` is the executable specification. ``supports_cuda_graph`` says that steps
+    can be run by the worker's graph runner. A backend whose kernels rotate and store keys
+    themselves says so by ``fuses_rope`` and is called by ``rope_and_forward``."""
 
     supports_cuda_graph: bool
     fuses_rope: bool

@@ -64,7 +64,7 @@ class Worker:
         self.tokenizer = load_tokenizer(path)
         vocab_limit = min(self.tokenizer.size, self.model_config.vocab_size)
         graph_bytes = 0
-        if config.model.attention_backend == "triton" and device == "cuda":
+        if backend.supports_cuda_graph and device == "cuda":
             graph_bytes = self._rehearse(config, vocab_limit, dtype, progress)
         plan = plan_memory(
             config,
@@ -86,7 +86,7 @@ class Worker:
             eos_token_ids=list(model.eos_token_ids),
             timed=config.scheduler.trace is not None,
         )
-        if config.model.attention_backend == "triton":
+        if backend.supports_cuda_graph:
             self._use_graphs(config, progress)
         self.fingerprint = _fingerprint(path, config)
         logger.info(
