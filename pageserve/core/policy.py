@@ -98,11 +98,8 @@ class WaitingQueue:
 
     def pop(self) -> Request:
         """Take the first living request; raises IndexError when there is none."""
-        while True:
-            request = heapq.heappop(self._heap)[1]
-            if request.status <= RequestStatus.PREEMPTED:
-                return request
-            self._num_dead -= 1
+        self.peek()
+        return heapq.heappop(self._heap)[1]
 
     def peek(self) -> Request:
         """Return the first living request and leave it there; raises IndexError."""

@@ -26,14 +26,9 @@ from pageserve.worker.sampling_metadata import (
     GrammarMasks,
     LogitChanges,
     Penalties,
-    RowSampling,
     SamplingMetadata,
-    build_sampling_metadata,
 )
 
-__all__ = ["RowSampling", "Sampler", "SamplerOutput", "SamplingMetadata", "build_sampling_metadata"]
-
-NOISE_MIN = -math.log(-math.log(2.0**-25))  # -2.852…
 NOISE_MAX = -math.log(-math.log1p(-(2.0**-25)))  # 17.328…
 GROUP_SIZE = 64  # tokens whose maximum stands for them
 DENSE_SHARE = 8  # look at all tokens if more than one group in so many is wanted
