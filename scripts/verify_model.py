@@ -131,16 +131,7 @@ class PagedModel:
         runner = self.worker.runner
         runner.states.apply(step, runner.kv_cache)
         self._steps += 1
-        batch = InputBatch.build(step.rows, runner.states)
-        metadata = runner.backend.build_metadata(
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
-            batch.slot_mapping,
-            batch.max_query_len,
-            batch.max_seq_len,
-        )
-        hidden = runner.model(batch.input_ids, batch.positions, runner.kv_cache, metadata)
+        hidden = runner.forward(InputBatch.build(step.rows, runner.states))
         logits = runner.model.compute_logits(hidden).float().cpu()
         return list(logits.split([row.num_scheduled_tokens for row in step.rows]))
 

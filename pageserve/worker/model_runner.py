@@ -127,6 +127,20 @@ class ModelRunner:
             if not scoring:
                 return self._execute_graph(step, self.graphs)
         batch = InputBatch.build(step.rows, self.states)
+        hidden = self.forward(batch, last_only=not scoring)
+        scores = None
+        if scoring:
+            compute_logits = self.model.compute_logits
+            scores = score_prompts(scoring, hidden, compute_logits, self.states, self.vocab_limit)
+            hidden = hidden[batch.query_start_loc[1:] - 1]
+        if not len(batch.sampling_rows):
+            return self._handle(step.step_id, None, [], scores)
+        logits = self.model.compute_logits(hidden[batch.sampling_rows])
+        return self._sample(step, logits, scores)
+
+    def forward(self, batch: InputBatch, last_only: bool = False) -> torch.Tensor:
+        """Run the model; returns the hidden states [num_tokens, hidden_size], or with ``last_only``
+        those of each row's last token [num_rows, hidden_size]."""
         metadata = self.backend.build_metadata(
             batch.query_start_loc,
             batch.seq_lens,
@@ -135,18 +149,9 @@ class ModelRunner:
             batch.max_query_len,
             batch.max_seq_len,
         )
-        hidden = self.model(
-            batch.input_ids, batch.positions, self.kv_cache, metadata, last_only=not scoring
+        return self.model(
+            batch.input_ids, batch.positions, self.kv_cache, metadata, last_only=last_only
         )
-        scores = None
-        if scoring:
-            compute_logits = self.model.compute_logits
-            scores = score_prompts(scoring, hidden, compute_logits, self.states, self.vocab_limit)
-            hidden = hidden[metadata.last_tokens]
-        if not len(batch.sampling_rows):
-            return self._handle(step.step_id, None, [], scores)
-        logits = self.model.compute_logits(hidden[batch.sampling_rows])
-        return self._sample(step, logits, scores)
 
     def _execute_graph(self, step: SchedulerOutput, graphs: "CUDAGraphRunner") -> StepHandle:
         key = graphs.key_for(step)
