@@ -11,12 +11,12 @@ from pageserve.api.errors import bad_request
 from pageserve.api.protocol import CompletionRequest
 from pageserve.api.serving import (
     check_text_length,
+    check_token_ids,
     compile_constraint,
     fit_prompt,
     read_generation,
     respond,
     sampling_params,
-    vocab_size,
 )
 from pageserve.sampling_params import SamplingParams
 from pageserve.tokenizer import Tokenizer
@@ -49,14 +49,7 @@ def _encode(context: ServingContext, request: CompletionRequest, prompt: str | l
             text = prompt
         prompt = tokenizer.encode(prompt, request.add_special_tokens)
     else:
-        size = vocab_size(context)
-        if min(prompt) < 0 or max(prompt) >= size:
-            wrong = next(i for i in prompt if not 0 <= i < size)
-            raise bad_request(
-                "invalid_value",
-                f"prompt has token id {wrong}; ids run from 0 to {size - 1}",
-                "prompt",
-            )
+        check_token_ids(context, prompt, "prompt")
     token_ids = fit_prompt(context, request, prompt, "prompt")
     return Prompt.of(tokenizer, token_ids, text) if request.echo else Prompt(token_ids)
 

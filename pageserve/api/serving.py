@@ -171,6 +171,15 @@ def vocab_size(context: ServingContext) -> int:
     return min(context.loaded_tokenizer.size, context.ready.vocab_size)
 
 
+def check_token_ids(context: ServingContext, token_ids: Sequence[int], param: str) -> None:
+    """Raise the :class:`APIError` of the first id that the model does not have."""
+    size = vocab_size(context)
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
+        wrong = next(i for i in token_ids if not 0 <= i < size)
+        text = f"{param} has token id {wrong}; ids run from 0 to {size - 1}"
+        raise bad_request("invalid_value", text, param)
+
+
 # --- sampling -------------------------------------------------------------------------------------
 
 

@@ -242,7 +242,7 @@ def test_half_a_surrogate_pair_in_arguments_is_no_bug_of_ours(make_api, escape):
 
 
 def test_prompts_are_made_off_the_event_loop(make_api, monkeypatch):
-    """C113: rendering and encoding take as long as the client's text is long."""
+    """C113: rendering, encoding and spelling take as long as the client's text is long."""
     api = make_api()
     loop_thread = threading.get_ident()
     threads = []
@@ -256,7 +256,8 @@ def test_prompts_are_made_off_the_event_loop(make_api, monkeypatch):
 
         monkeypatch.setattr(target, name, wrapper)
 
-    watch(Tokenizer, "encode")
+    for name in ("encode", "token_bytes", "token_text"):
+        watch(Tokenizer, name)
     monkeypatch.setattr(
         "pageserve.api.chat._run",
         lambda source, variables: threads.append(threading.get_ident()) or "rendered",
@@ -265,12 +266,13 @@ def test_prompts_are_made_off_the_event_loop(make_api, monkeypatch):
         (CHAT, {"messages": HI}),
         (CMPL, {"prompt": "hi"}),
         (CMPL, {"prompt": ["a", "b"]}),
-        ("/tokenize", {"prompt": "hi"}),
+        ("/tokenize", {"prompt": "hi", "return_token_strs": True}),
+        ("/tokenize", {"prompt": "hi", "with_pieces": True}),
         ("/tokenize", {"messages": HI}),
         ("/apply-template", {"messages": HI}),
     ):
         assert api.post(path, body).status_code == 200
-    assert len(threads) >= 9 and loop_thread not in threads
+    assert len(threads) >= 14 and loop_thread not in threads
 
 
 # --- structured output ----------------------------------------------------------------------------
