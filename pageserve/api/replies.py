@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -239,6 +240,10 @@ class ChunkEncoder:
         self._echoed = [not reply.echo] * self._num_choices
         self._scores: dict[int, list[TokenLogprobs]] = {}  # of each prompt, as soon as known
         self._held: list[Choice] = [Choice() for _ in range(self._num_choices)]
+
+    def will_echo(self, sequence: int) -> bool:
+        """Whether the next output of a sequence comes behind its prompt."""
+        return not all(self._echoed[i] for i in self._reply.fanout.choices_of(sequence))
 
     def encode(self, sequence: int, output: TextOutput) -> bytes:
         """Return the events for an output of a sequence: none, one or several."""
@@ -486,8 +491,8 @@ class WholeResponse(GenerationResponse):
         def spell() -> bytes:
             return whole_reply(self.reply, outcomes, self.generation)
 
-        if any(outcome.prompt_logprobs for outcome in outcomes):
-            return await self.context.in_thread(spell)  # thousands of scores: not on the loop
+        if any(outcome.prompt_logprobs or outcome.logprobs for outcome in outcomes):
+            return await self.context.in_thread(spell)  # thousands of entries: not on the loop
         return spell()
 
 
@@ -511,13 +516,18 @@ class EventStreamResponse(GenerationResponse):
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         self._writing_since = None
         encoder = ChunkEncoder(self.reply, self.generation)
+        echoes = self.reply.echo and self.reply.logprobs is not None
         # The wrappers that middleware puts around send care about the start and the end only.
         send_chunk: Send = scope["server_send"]
         reporter = self._start_reporter(encoder, send_chunk) if self.reply.return_progress else None
         try:
             async with aclosing(self.generation.outputs()) as outputs:
                 async for sequence, output in outputs:
-                    events = encoder.encode(sequence, output)
+                    if echoes and encoder.will_echo(sequence):  # thousands of entries at once
+                        encode = partial(encoder.encode, sequence, output)
+                        events = await self.context.in_thread(encode)
+                    else:
+                        events = encoder.encode(sequence, output)
                     if events:
                         if reporter is not None:
                             reporter.cancel()

@@ -1,9 +1,12 @@
 """Both shapes of log probabilities, streamed and whole."""
 
+import threading
 from itertools import chain
 
 import pytest
 from test_api_streaming import chunks_of
+
+from pageserve.api import replies
 
 WORDS = [256, 257]  # "Hello", " world"
 EOS = "<|im_end|>"
@@ -21,6 +24,30 @@ def test_chat_entries_are_the_tokens_of_the_content(make_api):
             values = [top["logprob"] for top in entry["top_logprobs"]]
             assert len(values) == 2 and values == sorted(values, reverse=True)
             assert set(entry) == {"token", "bytes", "logprob", "top_logprobs"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_entries_are_spelled_off_the_event_loop(make_api, monkeypatch, stream):
+    """C113: twenty alternatives to each of a thousand tokens and more take seconds. (Those of a
+    stream's output come a few at a time, but an echoed prompt's all at once.)"""
+    threads = []
+
+    def watch(owner, name):
+        original = getattr(owner, name)
+
+        def wrapper(*args):
+            threads.append(threading.get_ident())
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    watch(replies, "whole_reply")
+    watch(replies.Reply, "echoed_logprobs")
+    api = make_api()
+    assert api.cmpl(prompt="ab", n=2, echo=True, logprobs=2, stream=stream).status_code == 200
+    if not stream:
+        assert api.chat(logprobs=True, top_logprobs=2).status_code == 200
+    assert len(threads) >= 2 and threading.get_ident() not in threads
 
 
 def test_token_text_is_not_the_vocabulary_spelling(make_api):
