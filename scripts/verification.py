@@ -71,6 +71,12 @@ def load_reference(
     return model.eval().to(device)
 
 
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let a reference compute in ``dtype``, which must hold its weights exactly."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, prompt: Prompt) -> torch.Tensor:
     """Return logits [num_tokens, vocab_size] of every position, float32 on the host."""

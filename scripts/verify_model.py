@@ -26,6 +26,7 @@ import torch
 from verification import (
     Prompt,
     add_common_flags,
+    compute_in,
     finish,
     free_memory,
     load_reference,
@@ -264,15 +265,14 @@ def reference_runs(
     """Return each prompt's logits by the ``reference``, and, in 16 bits, by ``transformers``
     computing in the same type."""
     own = getattr(torch, dtype)
-    kinds = {"reference": torch.float64 if dtype == "float32" else torch.float32}
+    exact = torch.float64 if dtype == "float32" else torch.float32
+    model = load_reference(path, own, exact, device)
+    logits = {"reference": [reference_logits(model, p) for p in prompts]}
     if dtype != "float32":
-        kinds["transformers"] = own
-    logits = {}
-    for name, compute_dtype in kinds.items():
-        model = load_reference(path, own, compute_dtype, device)
-        logits[name] = [reference_logits(model, p) for p in prompts]
-        del model
-        free_memory()
+        compute_in(model, own)
+        logits["transformers"] = [reference_logits(model, p) for p in prompts]
+    del model
+    free_memory()
     return logits
 
 
