@@ -7,13 +7,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pageserve.api.errors import APIError
 
 HEADER_TIMEOUT = 60.0  # seconds for a request's headers to arrive
+BODY_TIMEOUT = 60.0  # the same for its body behind them
 MAX_HEADER_BYTES = 65536
 
 
 class Connection(HttpToolsProtocol):
-    """Answers what is no HTTP with an error object, and waits for headers for a bounded time."""
+    """Answers what is no HTTP with an error object, and waits for headers and bodies for a bounded
+    time: then it hangs up with no answer, as the SDK would take a 408 as "send it again"."""
 
-    _timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
+    _body_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _has_begun = False  # whether a request began with the latest bytes
     _unfinished_bytes = 0  # read since then while its headers are not complete
@@ -26,6 +29,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         self._stop_waiting()
+        self._stop_waiting_for_body()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -62,9 +66,15 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the headers are too large")  # the parser stops and data_received asks
 
     def on_headers_complete(self) -> None:
-        """Go on with a whole request."""
+        """Begin to answer, and wait for the body."""
         self._stop_waiting()
+        self._await_body()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Go on with a whole request."""
+        self._stop_waiting_for_body()
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP request, and hang up."""
@@ -93,6 +103,20 @@ class Connection(HttpToolsProtocol):
 
     def _headers_late(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()  # with no answer: the SDK would take a 408 as "send it again"
+            self.transport.close()
         else:
             self._await_headers()  # pipelined behind an answer that must not be cut
+
+    def _await_body(self) -> None:
+        self._body_timer = self.loop.call_later(BODY_TIMEOUT, self._body_late)
+
+    def _stop_waiting_for_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
+    def _body_late(self) -> None:
+        if self.pipeline or self.flow.read_paused:
+            self._await_body()  # it is behind an answer that must not be cut, or we do not read it
+        else:
+            self.transport.close()

@@ -1,6 +1,7 @@
 """Real sockets: bytes that are no HTTP, slow headers, TLS, and log lines as JSON."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import ssl
@@ -103,6 +104,54 @@ def test_large_bodies_are_no_headers(serve):
 def test_headers_that_never_come_end_the_connection(serve, monkeypatch, data):
     monkeypatch.setattr(connection, "HEADER_TIMEOUT", 0.05)
     assert serve(lambda open_connection: answer(open_connection, data)) == (b"", b"")
+
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}).encode()
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n" % len(BODY)
+)
+
+
+@pytest.mark.parametrize("drip", [False, True])
+def test_bodies_that_never_come_end_the_connection(serve, monkeypatch, drip):
+    """No 400 and no 408: a client that is slow is not told that it was wrong, or to try again."""
+    monkeypatch.setattr(connection, "BODY_TIMEOUT", 0.1)
+
+    async def scenario(open_connection):
+        reader, writer = await open_connection()
+        writer.write(HEAD + BODY[:3])
+        with contextlib.suppress(ConnectionError):
+            while drip and not reader.at_eof():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        response = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return response
+
+    assert serve(scenario) == b""
+
+
+def test_slow_bodies_that_come_in_time(serve, monkeypatch):
+    """Time begins anew with each body."""
+    monkeypatch.setattr(connection, "BODY_TIMEOUT", 0.3)
+
+    async def scenario(open_connection):
+        reader, writer = await open_connection()
+        for _ in range(3):
+            writer.write(HEAD + BODY[:5])
+            await asyncio.sleep(0.15)
+            writer.write(BODY[5:])
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.4)
+        received = b""
+        while received.count(b"HTTP/1.1 200 ") < 3 and not reader.at_eof():
+            received += await asyncio.wait_for(reader.read(65536), 10)
+        writer.close()
+        return received
+
+    assert serve(scenario).count(b'"chat.completion"') == 3
 
 
 def test_good_request_on_the_same_path(serve):
