@@ -21,13 +21,18 @@ LEAST_CHUNK = 16  # memory-aware: prompt tokens a step may always have
 @dataclass(frozen=True)
 class Policy:
     """Two sort keys, smallest first, how many prompt tokens a step may take of its budget while
-    others are decoding, given the free share of the pool, and what goes before fairness between
-    tenants (smallest first)."""
+    others are decoding, given the free share of the pool, and the level inside of which tenants
+    share fairly (smallest first)."""
 
     waiting_key: Callable[[Request], Key]
     running_key: Callable[[Request], Key]
     prompt_budget: Callable[[int, float], int]
-    urgency: Callable[[Request], Key]
+    level: Callable[[Request], Key]
+
+    def urgency(self, request: Request) -> Key:
+        """Return what goes before fairness, smallest first: the level, and in it the requests that
+        had begun."""
+        return (*self.level(request), 0 if request.num_preemptions else 1)
 
 
 def by_arrival(request: Request) -> Key:
@@ -52,14 +57,14 @@ def by_prompt_length(request: Request) -> Key:
     return (1, AGEING * request.num_prompt_tokens + request.arrival_clock, request.arrival)
 
 
-def preempted_first(request: Request) -> Key:
-    """Requests that had begun go before all others."""
-    return (0 if request.num_preemptions else 1,)
+def one_level(request: Request) -> Key:
+    """All requests are equally urgent."""
+    return ()
 
 
-def priority_first(request: Request) -> Key:
-    """Strict priorities, and within one the requests that had begun."""
-    return (request.priority, 0 if request.num_preemptions else 1)
+def priority_level(request: Request) -> Key:
+    """Requests of another priority are another matter."""
+    return (request.priority,)
 
 
 def whole_budget(budget: int, free_share: float) -> int:
@@ -73,10 +78,10 @@ def throttled_budget(budget: int, free_share: float) -> int:
 
 
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(by_arrival, by_arrival, whole_budget, preempted_first),
-    "priority": Policy(by_priority, by_priority, whole_budget, priority_first),
-    "memory-aware": Policy(by_arrival, by_arrival, throttled_budget, preempted_first),
-    "shortest-prompt": Policy(by_prompt_length, by_arrival, whole_budget, preempted_first),
+    "fcfs": Policy(by_arrival, by_arrival, whole_budget, one_level),
+    "priority": Policy(by_priority, by_priority, whole_budget, priority_level),
+    "memory-aware": Policy(by_arrival, by_arrival, throttled_budget, one_level),
+    "shortest-prompt": Policy(by_prompt_length, by_arrival, whole_budget, one_level),
 }
 
 

@@ -132,10 +132,10 @@ def test_tenants_of_one_request_are_not_remembered_for_ever():
         queue.admitted(queue.pop(), 8)
         request.num_tokens += arrival % 50
         queue.leave(request)
-        assert len(queue._tenants) <= 64 + 2 * (MAX_ABSENT + 1)
+        assert len(queue._levels[()].tenants) <= 64 + 2 * (MAX_ABSENT + 1)
     queue.check_integrity([stays])
     queue.leave(stays)
-    assert not queue._tenants
+    assert not queue._levels
 
 
 def test_a_debt_is_forgotten_once_the_clock_has_passed_it():
@@ -165,13 +165,42 @@ def test_a_debt_is_forgotten_once_the_clock_has_passed_it():
     late = new_request(1002, "c")
     queue.join(late)
     queue.push(late)
-    assert queue._tenants["c"].served == 1016 and "b" not in queue._tenants
+    tenants = queue._levels[()].tenants
+    assert tenants["c"].served == 1016 and "b" not in tenants
 
 
 def test_priority_is_stricter_than_fairness(run):
     requests = [(f"a{i}", "a", {"priority": -1}) for i in range(10)]
     requests += [(f"b{i}", "b", {}) for i in range(3)]
     assert run(requests, "priority")[:10] == [f"a{i}" for i in range(10)]
+
+
+def test_each_priority_is_shared_on_its_own():
+    """What urgent work was served moves no clock but its own: neither a tenant that comes later
+    nor the one that sent it waits until others have been served as much."""
+    queue = FairQueue(POLICIES["priority"])
+    requests = [new_request(0, "a", priority=-1), *(new_request(i, "b") for i in range(1, 9))]
+    for request in requests:
+        queue.join(request)
+        queue.push(request)
+    for arrival in (9, 10):  # one after the other, each admitted at once
+        urgent = queue.pop()
+        assert urgent.priority == -1
+        queue.admitted(urgent, 100_000)
+        requests.append(new_request(arrival, "a", priority=-1))
+        queue.join(requests[-1])
+        queue.push(requests[-1])
+    queue.admitted(queue.pop(), 100_000)
+    for arrival, tenant in ((11, "c"), (12, "a")):
+        requests.append(new_request(arrival, tenant))
+        queue.join(requests[-1])
+        queue.push(requests[-1])
+    order = []
+    for _ in range(4):
+        order.append(queue.pop())
+        queue.admitted(order[-1], 8)
+    assert [r.tenant for r in order] == ["b", "c", "a", "b"]
+    queue.check_integrity(requests)
 
 
 def test_one_tenant_is_the_policy_alone(run):
@@ -216,10 +245,10 @@ def test_random_lives_against_a_plain_search(policy):
             waiting.append(request)
         elif action in ("admit", "block") and waiting:
             urgency = POLICIES[policy].urgency
-            served = {name: tenant.served for name, tenant in queue._tenants.items()}
-            best = min((urgency(r), served[r.tenant]) for r in waiting)
+            served = {r: queue._tenant_of(r).served for r in waiting}
+            best = min((urgency(r), served[r]) for r in waiting)
             request = queue.pop()
-            assert (urgency(request), served[request.tenant]) == best
+            assert (urgency(request), served[request]) == best
             own = [r for r in waiting if r.tenant == request.tenant]
             assert request is min(own, key=POLICIES[policy].waiting_key)
             if action == "block":
@@ -239,7 +268,7 @@ def test_random_lives_against_a_plain_search(policy):
             request.num_tokens += draw.randrange(20)
             queue.leave(request)
         assert len(queue) == len(waiting)
-        assert len(queue._turns) <= 65 + 2 * 3
+        assert len(queue._turns) <= 65 + 2 * len(waiting)
         if arrival % 50 == 0:
             queue.check_integrity(waiting + running)
             assert sorted(r.arrival for r in queue.requests()) == sorted(r.arrival for r in waiting)
