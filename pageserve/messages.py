@@ -114,6 +114,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0  # of the waiting: those whose turn has come, but not their grammar
     num_free_blocks: int = 0  # includes blocks that only the prefix cache holds
     num_cached_blocks: int = 0  # free blocks that still answer prefix look-ups
     num_shared_blocks: int = 0  # blocks with more than one reference

@@ -327,7 +327,9 @@ class Metrics:
 
     def _by_label(self) -> Iterable[Metric]:
         """Yield the families that have a label of their own."""
-        waiting = {"capacity": self._client.stats.num_waiting, "deferred": 0}
+        stats = self._client.stats
+        deferred = stats.num_deferred
+        waiting = {"capacity": stats.num_waiting - deferred, "deferred": deferred}
         yield self._labelled(
             GaugeMetricFamily, "vllm:num_requests_waiting_by_reason", "queued, by why", "reason",
             waiting,

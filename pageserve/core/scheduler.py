@@ -603,6 +603,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.requests) - len(self.running),
+            num_deferred=len(self.awaiting_mask),
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_cached_blocks,
             num_shared_blocks=pool.num_shared_blocks,

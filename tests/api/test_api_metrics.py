@@ -223,17 +223,24 @@ def test_gauges_are_those_of_the_engine(api):
     from pageserve.messages import SchedulerStats
 
     api.engine.stats = SchedulerStats(
-        num_running=3, num_waiting=2, num_free_blocks=6, num_used_blocks=2, preemptions_total=4
+        num_running=3,
+        num_waiting=5,
+        num_deferred=2,
+        num_free_blocks=6,
+        num_used_blocks=2,
+        preemptions_total=4,
     )
     metrics = api.metrics()
     for name, expected in (
         ("num_requests_running", 3),
-        ("num_requests_waiting", 2),
+        ("num_requests_waiting", 5),
         ("kv_cache_usage_perc", 0.25),
         ("gpu_cache_usage_perc", 0.25),
         ("num_preemptions_total", 4),
     ):
         assert sample(metrics, name) == expected
+    for reason, expected in (("capacity", 3), ("deferred", 2)):  # which sum to all that wait
+        assert sample(metrics, "num_requests_waiting_by_reason", reason=reason) == expected
 
 
 def test_cache_facts_once_loaded(api):

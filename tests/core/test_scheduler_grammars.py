@@ -273,9 +273,12 @@ def test_a_request_set_aside_has_a_place_in_the_queue():
     assert list(scheduler.awaiting_mask) == ["slow"]
     places = {p.request_id: p.queue_position for p in scheduler.progress()}
     assert places == {"slow": 1, "n": 1, "p0": 0, "p1": 0, "p2": 2}
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (2, 3, 1)
     release.set()
     driver.run()
     driver.check_tokens()
+    assert scheduler.stats().num_deferred == 0
 
 
 @pytest.mark.parametrize("idle", [True, False])
