@@ -263,9 +263,11 @@ class Generation:
         assert reason is not None
         self._finish(index, "stop" if reason == "tool_calls" else reason)
         if reason in ("error", "abort"):
-            if output.error == INVALID_LOGITS:
-                self._metrics.corrupted.inc()
-            raise self._failure or _failure(output)
+            if self._failure is None:
+                self._failure = _failure(output)
+                if output.error == INVALID_LOGITS:
+                    self._metrics.corrupted.inc()
+            raise self._failure
 
     async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
         queue: asyncio.Queue[tuple[int, TextOutput] | Exception] = asyncio.Queue(MERGE_AHEAD)

@@ -113,6 +113,8 @@ def test_corrupted_requests(make_api):
     api = make_api(fail_at=1, error=INVALID_LOGITS)
     assert api.chat().status_code == 500
     assert own(api.metrics(), "corrupted_requests_total") == 1
+    assert api.chat(n=3, temperature=1).status_code == 500  # a request, whatever its sequences
+    assert own(api.metrics(), "corrupted_requests_total") == 2
 
 
 # --- dashboards -----------------------------------------------------------------------------------
