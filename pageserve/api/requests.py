@@ -15,11 +15,12 @@ from pageserve.messages import RequestProgress
 
 
 async def list_requests(context: ServingContext, http: Request) -> Response:
-    """List all requests in the engine; raises :class:`APIError` (403 without an admin key)."""
+    """List all requests that :func:`cancel_request` could end; raises :class:`APIError` (403
+    without an admin key)."""
     require_admin(http)
-    generations = sorted(context.generations, key=lambda g: g.arrival)
     progress = {p.request_id: p for p in await context.ask(context.client.get_progress())}
-    data = [_card(generation, progress) for generation in generations]
+    running = [generation for generation in context.generations if not generation.is_ending]
+    data = [_card(generation, progress) for generation in sorted(running, key=lambda g: g.arrival)]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -45,11 +46,14 @@ async def cancel_request(context: ServingContext, http: Request) -> Response:
 
 
 def _card(generation: Generation, progress: dict[str, RequestProgress]) -> dict[str, Any]:
-    known = [progress[i] for i in generation.request_ids if i in progress]
+    ids = generation.request_ids
+    known = [progress[i] for i in ids if i in progress]
     if generation.num_output_tokens:
         state = "decode"
+    elif generation.num_pending == len(ids) and all(p.queue_position for p in known):
+        state = "waiting"  # also what is still on its way to the engine
     else:
-        state = "waiting" if all(p.queue_position for p in known) else "prefill"
+        state = "prefill"
     return {
         "id": generation.id,
         "request_id": generation.label,

@@ -128,6 +128,43 @@ def test_list_shows_states_and_needs_an_admin_key(make_keyed):
     assert api.get("/v1/requests", headers=bearer("root")).json()["data"] == []
 
 
+@pytest.mark.parametrize("fields", [{"max_tokens": 3}, {"max_tokens": 0, "echo": True}])
+def test_what_has_ended_is_not_listed(api, fields):
+    """A reply that its client is slow to take is nothing that runs, or waits to."""
+    body = json.dumps({"prompt": ["hi", "ho"], **fields}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def scenario():
+        taken = asyncio.Event()
+
+        async def receive():
+            if not messages:
+                await taken.wait()
+            return messages.pop()
+
+        async def send(message):
+            await taken.wait()
+
+        scope = {
+            "type": "http", "method": "POST", "path": CMPL, "raw_path": CMPL.encode(),
+            "query_string": b"", "headers": [(b"content-type", b"application/json")],
+            "client": None, "server": None, "scheme": "http", "http_version": "1.1",
+        }  # fmt: skip
+        serving = asyncio.create_task(api.app(scope, receive, send))
+        while not api.engine.requests or api.engine.num_live:
+            await asyncio.sleep(0.01)
+            assert not serving.done()
+        await asyncio.sleep(0.01)
+        assert api.context.generations
+        listed = await api.send("GET", "/v1/requests")
+        taken.set()
+        messages.append({"type": "http.disconnect"})
+        await serving
+        return listed
+
+    assert api.run(scenario()).json()["data"] == []
+
+
 def test_engine_that_does_not_answer(api, monkeypatch):
     monkeypatch.setattr("pageserve.api.context.QUESTION_TIMEOUT", 0.01)
     api.engine.deaf = True
