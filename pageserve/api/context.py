@@ -66,6 +66,8 @@ class ServingContext:
 
     def __post_init__(self) -> None:
         self.keys = load_keys(self.config.api_key, self.config.api_keys_file)
+        if not self.priorities:
+            self.keys.refuse_priorities()
         names = [key.name for key in self.keys.keys]
         self.metrics = Metrics(self.model_names[0], self.client, self.engine_config, names)
         self.grammars = GrammarCompiler()

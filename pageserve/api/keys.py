@@ -4,8 +4,8 @@
 rights. ``--api-keys-file`` names a TOML or JSON file with a list ``keys``; each entry has a
 ``name``, a ``key`` (or its hex digest, ``key_sha256``), and may have ``admin``,
 ``requests_per_minute``, ``tokens_per_minute``, ``max_concurrent``, ``priority`` (added to that of
-the key's requests) and ``weight`` (its share when others wait too). Without any key everybody is
-the one anonymous key, which may do everything.
+the key's requests, with ``--scheduling-policy priority``) and ``weight`` (its share when others
+wait too). Without any key everybody is the one anonymous key, which may do everything.
 
 Tokens are charged as they really are: the prompt's when a request is let in, the output's when it
 ends. So a long answer can leave a debt, which the next requests wait for.
@@ -176,6 +176,14 @@ class KeyRing:
     def keys(self) -> list[ApiKey]:
         """Every key that a request can have."""
         return [self.anonymous] if self.is_open else [key for _, key in self._keys]
+
+    def refuse_priorities(self) -> None:
+        """Raise the :class:`ConfigError` of keys with a priority where none is kept."""
+        for key in self.keys:
+            if key.priority:
+                raise ConfigError(
+                    f"the key {key.name!r} has a priority, which needs --scheduling-policy priority"
+                )
 
     def find(self, credentials: Iterable[bytes]) -> ApiKey | None:
         """Return the key that one of the secrets belongs to."""

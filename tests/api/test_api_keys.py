@@ -244,6 +244,14 @@ def test_priority_of_a_key_is_added(make_keyed):
     assert api.engine.requests[-1].priority == 2**63 - 1
 
 
+def test_priority_of_a_key_that_nothing_would_keep(make_keyed):
+    entries = [{"name": "a", "key": "a", "priority": 0}, {"name": "b", "key": "b", "priority": 5}]
+    with pytest.raises(ConfigError, match=r"'b' has a priority.*--scheduling-policy priority"):
+        make_keyed(*entries)
+    make_keyed(*entries, policy="priority")
+    make_keyed(entries[0])
+
+
 # --- metrics --------------------------------------------------------------------------------------
 
 
