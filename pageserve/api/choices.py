@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageserve.api.chat_output import ChatOutput, Piece
+from pageserve.api.ids import tool_call_id
 from pageserve.api.reasoning import Reasoning
 from pageserve.api.tool_parser import Text
 from pageserve.engine.output_processor import (
@@ -27,14 +28,13 @@ from pageserve.tokenizer import Tokenizer
 class ToolCall:
     """A call of a tool, joined."""
 
-    id: str
     name: str
     arguments: list[str] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
-        """Return the call as a message has it."""
+        """Return the call as a message has it, under an id of its own: choices may be copies."""
         function = {"name": self.name, "arguments": "".join(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        return {"id": tool_call_id(), "type": "function", "function": function}
 
 
 @dataclass
@@ -78,8 +78,8 @@ class Choice:
             elif isinstance(piece, Reasoning):
                 self.reasoning.append(piece.text)
             else:
-                if piece.id is not None:
-                    self.tool_calls.append(ToolCall(piece.id, piece.name or ""))
+                if piece.name is not None:
+                    self.tool_calls.append(ToolCall(piece.name))
                 self.tool_calls[piece.index].arguments.append(piece.arguments)
 
     def message(self, reasoning_field: str) -> dict[str, Any]:

@@ -13,3 +13,8 @@ def random_id(prefix: str, length: int = 29) -> str:
         number, digit = divmod(number, 62)
         digits.append(BASE62[digit])
     return prefix + "".join(digits)
+
+
+def tool_call_id() -> str:
+    """Return a new id of a tool call."""
+    return random_id("call_", 24)

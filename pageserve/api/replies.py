@@ -22,6 +22,7 @@ from pageserve.api.choices import Choice, Fanout, Prompt, prompt_logprobs
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import APIError, internal_error
 from pageserve.api.generation import Generation
+from pageserve.api.ids import tool_call_id
 from pageserve.api.logprobs import CompletionLogprobs, LogprobFormat
 from pageserve.api.progress import report_progress
 from pageserve.api.reasoning import Reasoning
@@ -392,9 +393,9 @@ def _delta(piece: Piece, reasoning_field: str) -> bytes:
     else:
         call: dict[str, Any] = {"index": piece.index}
         function = {"arguments": piece.arguments}
-        if piece.id is not None:
-            call |= {"id": piece.id, "type": "function"}
-            function = {"name": piece.name or "", **function}
+        if piece.name is not None:
+            call |= {"id": tool_call_id(), "type": "function"}
+            function = {"name": piece.name, **function}
         delta = {"tool_calls": [{**call, "function": function}]}
     return b'"delta":' + orjson.dumps(delta)
 

@@ -11,8 +11,6 @@ from typing import Literal
 
 import orjson
 
-from pageserve.api.ids import random_id
-
 ARGUMENT_KEYS = ("arguments", "parameters")  # the second is Llama's word
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -31,12 +29,11 @@ class Text:
 
 @dataclass(slots=True)
 class CallDelta:
-    """A part of call ``index``: its ``id`` and ``name`` come first, and once; then pieces of the
-    arguments, as the model wrote them."""
+    """A part of call ``index``: its ``name`` comes first, and once; then pieces of the arguments,
+    as the model wrote them."""
 
     index: int
     arguments: str
-    id: str | None = None
     name: str | None = None
 
 
@@ -201,7 +198,7 @@ class ToolParser:
         if self.state == "args":
             raise _Malformed  # a second name
         self.state = "args"
-        self._pending = [CallDelta(self.num_calls, "", random_id("call_", 24), name)]
+        self._pending = [CallDelta(self.num_calls, "", name)]
         self.num_calls += 1
         self._pass_on("")
 

@@ -1,6 +1,7 @@
 """Tools over HTTP: what is refused, what the prompt shows, what calls look like in both modes."""
 
 import json
+import re
 from itertools import chain
 
 import openai
@@ -335,6 +336,16 @@ def test_calls_streamed_as_openai_does(qwen):
     assert len(pieces[1:place]) > 1  # as they come, not in one piece
     assert deltas[-1] == {} and choices[-1]["finish_reason"] == "tool_calls"
     assert all(choice["finish_reason"] is None for choice in choices[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_call_of_every_choice_has_an_id_of_its_own(qwen, stream):
+    """Also where greedy choices are copies of one sequence."""
+    api = qwen()
+    response = api.chat(tools=TOOLS, n=3, temperature=0, stream=stream)
+    ids = re.findall(r'"id":"(call_[^"]*)"', response.text)
+    assert len(ids) == len(set(ids)) == 6 and len(api.engine.requests) == 1
+    assert all(re.fullmatch(r"call_[0-9A-Za-z]{24}", i) for i in ids)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 5, 8, 1000])
