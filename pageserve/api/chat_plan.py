@@ -11,7 +11,7 @@ from pageserve.api.context import ServingContext
 from pageserve.api.grammars import GrammarCompiler
 from pageserve.api.protocol import ChatCompletionRequest
 from pageserve.api.reasoning import ReasoningParser
-from pageserve.api.structured_output import Constraint
+from pageserve.api.structured_output import Constraint, constraint_of
 from pageserve.api.tool_grammar import ToolGrammar, behind_reasoning, tool_grammar
 from pageserve.api.tool_parser import ToolParser
 from pageserve.api.tool_protocol import ToolChoice
@@ -39,13 +39,16 @@ class ChatPlan:
 
     async def grammar(self, compiler: GrammarCompiler, constraint: str | None) -> str | None:
         """Return the grammar of the whole output. ``constraint`` is the request's own, if it has
-        one; it holds the answer, not the reasoning. Raises :class:`APIError`."""
+        one; it holds an answer, neither calls nor reasoning. Raises :class:`APIError`."""
         grammar = constraint
         if self.calls is not None:
             calls = Constraint("tools", self.calls.source, "tools")
             grammar = await compiler.compile(calls, self.tokenizer)
-            if self.choice.mode == "auto":
+            if self.calls.free:
                 return grammar
+            if constraint is not None and self.choice.mode == "auto":
+                either = Constraint("either", [grammar, constraint], "tools")
+                grammar = await compiler.compile(either, self.tokenizer)
         if grammar is None or self.block is None:
             return grammar
         return behind_reasoning(self.tokenizer, self.block, grammar)
@@ -84,11 +87,14 @@ def plan_chat(
     if choice.mode == "none" and block is None:
         return None
     calls = None
-    if choice.mode in ("required", "named") or (
-        choice.mode == "auto" and context.config.tool_grammar == "on"
-    ):
+    free = choice.mode == "auto" and constraint_of(request) is None
+    if choice.mode != "none" and not (free and context.config.tool_grammar == "off"):
         calls = tool_grammar(
-            tokenizer, request.tools or [], choice, parallel=request.parallel_tool_calls
+            tokenizer,
+            request.tools or [],
+            choice,
+            parallel=request.parallel_tool_calls,
+            free=free,
         )
     return ChatPlan(
         tokenizer,

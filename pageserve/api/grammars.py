@@ -7,6 +7,7 @@ compiles, so that the engine never meets one that does not.
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,11 +48,28 @@ def grammar_of(constraint: Constraint) -> str:
             return _lark("start: " + " | ".join(map(json.dumps, constraint.value)))
         case "tools":
             return _lark(constraint.value)
+        case "either":
+            return _either(constraint.value)
     return _lark(_lark_source(constraint))
+
+
+def nest(source: str, grammars: Mapping[str, str]) -> str:
+    """Return the grammar of Lark source that calls others by name, as in ``@answer``."""
+    parts: list[dict[str, Any]] = [{"lark_grammar": source}]
+    for name, grammar in grammars.items():
+        first, *rest = orjson.loads(grammar)["grammars"]
+        parts += [first | {"name": name}, *rest]
+    return orjson.dumps({"grammars": parts}).decode()
 
 
 def _lark(source: str) -> str:
     return orjson.dumps({"grammars": [{"lark_grammar": source}]}).decode()
+
+
+def _either(grammars: Sequence[str]) -> str:
+    names = [f"either_{i}" for i in range(len(grammars))]
+    start = "start: " + " | ".join(f"@{name}" for name in names)
+    return nest(start, dict(zip(names, grammars, strict=True)))
 
 
 def _json_grammar(constraint: Constraint) -> str:
@@ -178,7 +196,7 @@ def _canonical(constraint: Constraint) -> bytes:
     """Return what tells constraints apart; raises :class:`APIError` for one that is too big."""
     value = constraint.value
     text = value.encode() if isinstance(value, str) else orjson.dumps(value)
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_BYTES and constraint.kind != "either":  # whose parts have been checked
         raise constraint.error(f"more than {MAX_BYTES} bytes are not supported")
     options = (
         constraint.kind,

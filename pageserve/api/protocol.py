@@ -283,14 +283,7 @@ class ChatCompletionRequest(GenerationRequest):
         super().check_conflicts()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
-        constraint = constraint_of(self)
-        if self.tool_use.mode != "none" and constraint is not None:
-            raise bad_request(
-                "invalid_value",
-                f"{constraint.param} and tools that may be called cannot be combined; "
-                "set tool_choice to none or leave one of them out",
-                constraint.param,
-            )
+        resolve_choice(self.tools, self.tool_choice)
 
     @property
     def tool_use(self) -> ToolChoice:

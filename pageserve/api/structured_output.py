@@ -17,13 +17,14 @@ MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 4096
 MAX_SPACES = 100  # characters of a whitespace_pattern
 
-Kind = Literal["json", "regex", "choice", "grammar", "tools"]
+Kind = Literal["json", "regex", "choice", "grammar", "tools", "either"]
 _CODES: dict[Kind, str] = {
     "json": "invalid_json_schema",
     "regex": "invalid_regex",
     "choice": "invalid_value",
     "grammar": "invalid_grammar",
     "tools": "invalid_json_schema",
+    "either": "invalid_json_schema",
 }
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SPACE = r"(?:[ \n\r\t]|\\[nrt])"
@@ -34,8 +35,8 @@ _JSON_OBJECT = {"type": "object", "additionalProperties": True}
 @dataclass(frozen=True)
 class Constraint:
     """What the output must match: a schema, a regular expression, one of some texts, a grammar
-    (Lark or GBNF), or calls of tools (Lark of ours). ``param`` is the request field it came from.
-    The last three are for JSON."""
+    (Lark or GBNF), calls of tools (Lark of ours), or either of two such grammars as compiled.
+    ``param`` is the request field it came from. The last three are for JSON."""
 
     kind: Kind
     value: Any

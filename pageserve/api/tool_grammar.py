@@ -1,7 +1,8 @@
 """Grammars that hold tool calls to their tools: the name is one of them, arguments fit its schema.
 
 A model that may call freely is held from the opening tag to the closing one; where the tag is no
-token of its own, text is part of the grammar. One that must call is held from the start.
+token of its own, text is part of the grammar. One that must call, or else answer in a given form,
+is held from the start.
 """
 
 import json
@@ -12,7 +13,7 @@ import orjson
 
 from pageserve.api import reasoning, tools
 from pageserve.api.errors import bad_request
-from pageserve.api.grammars import MAX_BYTES, ONE_SPACE
+from pageserve.api.grammars import MAX_BYTES, ONE_SPACE, nest
 from pageserve.api.json_schema import Budget, SchemaError, normalize_schema
 from pageserve.api.tool_protocol import Tool, ToolChoice
 from pageserve.tokenizer import Tokenizer
@@ -25,9 +26,11 @@ TEXT = "TEXT: /(?s:.*)/"
 @dataclass(frozen=True)
 class ToolGrammar:
     """Lark source, and the ids of the tokens behind which it is in force (none: from the start).
-    ``relaxed`` has a note on each tool whose schema cannot be enforced."""
+    ``free`` says that it also takes, or leaves out, any text. ``relaxed`` has a note on each tool
+    whose schema cannot be enforced."""
 
     source: str
+    free: bool
     trigger_ids: tuple[int, ...] = ()
     relaxed: tuple[str, ...] = ()
 
@@ -38,8 +41,10 @@ def tool_grammar(
     choice: ToolChoice,
     *,
     parallel: bool,
+    free: bool,
 ) -> ToolGrammar:
-    """Return the grammar of an output that may, or must, call tools.
+    """Return the grammar of an output that calls tools: whenever it likes among ``free`` text, or
+    from the start.
 
     Raises :class:`APIError` if a strict tool has a schema that cannot be enforced.
     """
@@ -47,7 +52,7 @@ def tool_grammar(
     opening, closing = _tag(tokenizer, tools.OPEN), _tag(tokenizer, tools.CLOSE)
     body = f'"\\n" call "\\n" {closing}'
     trigger_ids: tuple[int, ...] = ()
-    if choice.mode == "auto":
+    if free:
         token_id = tokenizer.token_id(tools.OPEN)
         if token_id is not None:
             start, trigger_ids = [f"start: {body}"], (token_id,)
@@ -61,7 +66,7 @@ def tool_grammar(
         one_only = choice.mode == "named" or not parallel
         calls = "block" if one_only else 'block ("\\n" block)*'
         start = [f"start: {calls}", f"block: {opening} {body}"]
-    return ToolGrammar("\n".join([*start, *rules]), trigger_ids, tuple(relaxed))
+    return ToolGrammar("\n".join([*start, *rules]), free, trigger_ids, tuple(relaxed))
 
 
 def behind_reasoning(tokenizer: Tokenizer, block: str, grammar: str) -> str:
@@ -76,8 +81,7 @@ def behind_reasoning(tokenizer: Tokenizer, block: str, grammar: str) -> str:
     if block == "before":
         before = f"({_tag(tokenizer, reasoning.OPEN)} {before})?"
     source = "\n".join([f"start: {before} @answer", thought, "GAP: /[ \\n]{0,4}/", TEXT])
-    answer = {"name": "answer", **orjson.loads(grammar)["grammars"][0]}
-    return orjson.dumps({"grammars": [{"lark_grammar": source}, answer]}).decode()
+    return nest(source, {"answer": grammar})
 
 
 def _calls(given: Sequence[Tool], choice: ToolChoice) -> tuple[list[str], list[str]]:

@@ -13,16 +13,17 @@ from test_api_tools import (
     QWEN,
     QWEN_TOKENIZER,
     TOOLS,
-    WEATHER,
     allowed,
     call_text,
+    called,
+    folded,
 )
 
 from pageserve.api import json_schema
 from pageserve.api.errors import APIError
 from pageserve.api.tool_grammar import tool_grammar
 from pageserve.api.tool_protocol import ToolChoice
-from pageserve.grammar import compile_grammar, llguidance_tokenizer
+from pageserve.grammar import GrammarError, compile_grammar, llguidance_tokenizer
 
 SPECIAL = byte_tokenizer(QWEN, added=(OPEN, CLOSE), special=(OPEN, CLOSE))
 PING_CHOICE = {"type": "function", "function": {"name": "ping"}}
@@ -51,7 +52,7 @@ def ask(make_api):
 
 def grammar_of(*functions):
     given = [{"type": "function", "function": function} for function in functions]
-    return tool_grammar(QWEN_TOKENIZER, given, ToolChoice("auto"), parallel=True)
+    return tool_grammar(QWEN_TOKENIZER, given, ToolChoice("auto"), parallel=True, free=True)
 
 
 def allows(request, text, tokenizer=QWEN_TOKENIZER):
@@ -233,20 +234,95 @@ def test_open_schemas_take_any_object(ask, parameters):
     assert allows(request, call_text("f", '{"x": {"y": []}}'))
 
 
-def test_a_format_and_tools_at_once(make_api):
-    form = {"type": "json_object"}
-    error = error_of(make_api().chat(tools=[WEATHER], response_format=form))
-    assert (error["code"], error["param"]) == ("invalid_value", "response_format")
-    api = make_api()
-    assert api.chat(tools=[WEATHER], tool_choice="none", response_format=form).status_code == 200
-    assert api.engine.requests[-1].grammar is not None
+# --- a form of the answer beside tools ------------------------------------------------------------
+
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+ANSWER = json.dumps({"a": 1})
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN_TOKENIZER, SPECIAL, TOKENIZER])
+@pytest.mark.parametrize("tool_grammar", ["on", "off"])
+def test_a_form_or_calls(ask, tokenizer, tool_grammar):
+    """The model may call or answer, and both are held to what was asked for."""
+    request, _ = ask(tokenizer, {"tool_grammar": tool_grammar}, response_format=FORM)
+    assert request.grammar_trigger_ids == []
+    assert must_end(request, ANSWER, tokenizer)
+    for text in (OSLO, PONG, f"{OSLO}\n{PONG}"):
+        assert allows(request, text, tokenizer), text
+    for text in ("", "Hi", '{"a": "x"}', ANSWER + OSLO, OSLO + ANSWER, NO_CITY, UNKNOWN):
+        assert not allows(request, text, tokenizer), text
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"structured_outputs": {"regex": "[0-9]{2}"}},
+        {"structured_outputs": {"choice": ["12", "no"]}},
+        {"structured_outputs": {"grammar": "start: DIGITS\nDIGITS: /[0-9]{2}/"}},
+        {"guided_json": {"const": 12}},
+    ],
+)
+def test_any_form_goes_with_tools(ask, form):
+    request, _ = ask(**form)
+    assert must_end(request, "12") and allows(request, OSLO)
+    assert not allows(request, "1") and not allows(request, NO_CITY)
+
+
+def test_a_form_and_each_choice_of_tools(ask):
+    request, _ = ask(response_format=FORM, tool_choice="none")
+    assert must_end(request, ANSWER) and not allows(request, OSLO)
+    request, _ = ask(response_format=FORM, tool_choice=allowed("auto"))
+    assert must_end(request, ANSWER) and allows(request, PONG) and not allows(request, OSLO)
+    for choice in ("required", PING_CHOICE):  # there is no answer that could have a form
+        request, _ = ask(response_format=FORM, tool_choice=choice)
+        assert allows(request, PONG) and not allows(request, ANSWER)
+    request, _ = ask(response_format=FORM, parallel_tool_calls=False)
+    assert must_end(request, ANSWER) and must_end(request, OSLO)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_bad_form_beside_tools(make_api, choice):
+    bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
+    error = error_of(make_api().chat(tools=TOOLS, tool_choice=choice, response_format=bad))
+    assert (error["code"], error["param"]) == ("invalid_json_schema", "response_format")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_in_a_form_and_calls_are_told_apart(make_api, stream):
+    """A tag inside of an answer's string is part of it."""
+    answer = json.dumps({"a": "<tool_call>{}</tool_call>", "b": " "})
+    for script, message in (
+        (answer, {"content": answer}),
+        (PONG, {"content": None, "tool_calls": [called("ping", "{}")]}),
+    ):
+        api = make_api(tokenizer=QWEN_TOKENIZER, script=script)
+        fields = {"tools": TOOLS, "response_format": {"type": "json_object"}, "stream": stream}
+        assert folded(api.chat(**fields)) == (
+            message, "tool_calls" if "tool_calls" in message else "stop"
+        )  # fmt: skip
+
+
+def test_a_large_form_and_large_tools_are_refused_before_anything_is_sent(make_api, monkeypatch):
+    """Each may be fine and both together too much."""
+    seen = []
+
+    def compile(text, tokenizer):
+        seen.append(text)
+        if "either_1" in text:
+            raise GrammarError("too many states")
+        return compile_grammar(text, tokenizer)
+
+    monkeypatch.setattr("pageserve.api.grammars.compile_grammar", compile)
+    api = make_api(tokenizer=QWEN_TOKENIZER)
+    error = error_of(api.chat(tools=TOOLS, response_format=FORM))
+    assert (error["code"], error["param"]) == ("invalid_json_schema", "tools")
+    assert len(seen) == 3 and not api.engine.requests
 
 
 # --- reasoning ------------------------------------------------------------------------------------
 
 THINK = ("<think>", "</think>")
 OPENING = TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}"
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
 @pytest.mark.parametrize(
@@ -262,6 +338,11 @@ def test_reasoning_is_free_and_the_answer_is_not(ask, options):
     for text in (f"so <b>\n</think>\n\n{answer}", f"</think>{answer}"):
         assert must_end(request, text, opened), text
     for text in (answer, "so", "so</think>", "so</think>no"):
+        assert not allows(request, text, opened), text
+    request, _ = ask(opened, response_format=FORM)
+    for text in (f"so\n</think>\n\n{answer}", f"</think>{OSLO}"):
+        assert allows(request, text, opened), text
+    for text in (answer, OSLO, "so</think>no"):
         assert not allows(request, text, opened), text
     request, _ = ask(opened, tool_choice="required")
     assert allows(request, f"so</think>\n\n{OSLO}", opened)
