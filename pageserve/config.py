@@ -143,6 +143,9 @@ class ServerArgs(_Checked):
     escape_special_in_content: bool = _opt(
         False, "read special tokens spelled in chat messages as plain text"
     )
+    trust_request_template: bool = _opt(
+        False, "render chat templates that requests bring, in processes with limits"
+    )
     any_model: bool = _opt(False, "serve requests for any model name with the default model")
     max_stop: int = _opt(16, "stop strings a request may have", min=1, max=1024)
     max_queue: int = _opt(1024, "waiting requests before 503", min=1)
@@ -163,7 +166,7 @@ class ServerArgs(_Checked):
         "reasoning_content", "key of <think> blocks (none: leave them)"
     )
     log_format: Literal["text", "json"] = _opt(
-        "text", "json: an object a line, with request ids and a line for each answer"
+        "text", "json: objects with request ids, and one for each answer"
     )
     log_level: Literal["debug", "info", "warning", "error"] = _opt("info", "log verbosity")
 

@@ -1,41 +1,25 @@
-"""Chat messages to a prompt: the model's Jinja template, in a sandbox.
+"""Chat messages to a prompt, by the model's Jinja template.
 
 Text is tokenised as it was rendered, so special tokens spelled in a user's message become the
 tokens themselves, as with Hugging Face and vLLM. With --escape-special-in-content they are marked
 before rendering (:func:`mark_messages`), and what is marked stays text.
 """
 
-import functools
 import json
-import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-import jinja2
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
 import orjson
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pageserve.api.template import TemplateError, render_template
+from pageserve.api.template_process import render_apart
 from pageserve.tokenizer import Tokenizer
 
-RENDER_LIMIT = 5.0  # seconds
 SERVER_OWNED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
 # The trailing space shows whether the template trims the message.
 _CONTINUE_TAG = "\ue000continue\ue000 "
-
-
-class TemplateError(ValueError):
-    """A prompt cannot be rendered; ``param`` is the request field to blame."""
-
-    def __init__(self, message: str, param: str = "messages") -> None:
-        super().__init__(message)
-        self.param = param
 
 
 def encode_chat(
@@ -62,15 +46,18 @@ def render_chat(
 ) -> str:
     """Return the prompt text of a conversation in OpenAI's message format.
 
-    ``chat_template`` replaces the model's; ``chat_template_kwargs`` are further variables for it.
-    May take seconds: call it in a thread. Raises :class:`TemplateError`.
+    ``chat_template`` replaces the model's and is rendered in a process of its own, as nobody
+    vouches for it; ``chat_template_kwargs`` are further variables. May take seconds: call it in a
+    thread. Raises :class:`TemplateError`.
     """
     variables = dict(chat_template_kwargs or {})
     if owned := sorted(SERVER_OWNED & variables.keys()):
         raise TemplateError(
             f"{owned[0]} is set by the server and cannot be given here", "chat_template_kwargs"
         )
-    source = chat_template or tokenizer.get_chat_template(tools=bool(tools))
+    source = chat_template
+    if source is None:
+        source = tokenizer.get_chat_template(tools=bool(tools))
     if source is None:
         raise TemplateError(
             "The model defines no chat template. Start the server with --chat-template FILE, or "
@@ -80,7 +67,8 @@ def render_chat(
     if continue_final_message:
         _check_continuation(rendered, add_generation_prompt)
         rendered[-1]["content"] += _CONTINUE_TAG
-    prompt = _run(
+    run = render_template if chat_template is None else render_apart
+    prompt = run(
         source,
         tokenizer.special_tokens_map
         | {"documents": documents or None}
@@ -193,93 +181,3 @@ def _cut_at_tag(prompt: str) -> str:
         )
     head = prompt[:place]
     return head if prompt.startswith(_CONTINUE_TAG, place) else head.rstrip()
-
-
-# --- Jinja ----------------------------------------------------------------------------------------
-
-
-class _GenerationBlocks(Extension):
-    """``{% generation %}`` marks the assistant's text for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML characters, which models have not been trained on.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-@functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def template_variables(source: str) -> set[str]:
-    """Return the names that a template expects from outside, nothing if it is not valid."""
-    try:
-        return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-    except jinja2.TemplateError:
-        return set()
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
-
-
-# What running a template on unexpected data raises; the sandbox adds OverflowError for huge ranges.
-_TEMPLATE_FAILURES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-
-def _run(source: str, variables: dict[str, Any]) -> str:
-    """Render within the time limit, which is checked at each piece of output: a thread cannot be
-    stopped from outside, so a loop that writes nothing runs to its end (the sandbox bounds ranges).
-    """
-    deadline = time.monotonic() + RENDER_LIMIT
-    pieces: list[str] = []
-    try:
-        for piece in _compile(source).generate(variables):
-            pieces.append(piece)
-            if time.monotonic() > deadline:
-                raise TemplateError(f"Rendering the messages took more than {RENDER_LIMIT:g} s")
-    except TemplateError:
-        raise
-    except _TEMPLATE_FAILURES as error:
-        raise TemplateError(f"The chat template cannot render these messages: {error}") from error
-    return "".join(pieces)

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pageserve.api.chat import TemplateError, mark_messages, mark_plain, render_chat
+from pageserve.api.chat import mark_messages, mark_plain, render_chat
 from pageserve.api.chat_plan import ChatPlan, plan_chat, tool_sampling
 from pageserve.api.choices import Prompt
 from pageserve.api.context import ServingContext
@@ -22,6 +22,7 @@ from pageserve.api.serving import (
     respond,
     sampling_params,
 )
+from pageserve.api.template import TemplateError
 from pageserve.api.tool_protocol import Tool
 from pageserve.api.tools import prepare_messages
 from pageserve.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
         prompt = _encode(context, request, text)
         return prompt, params, plan_chat(context, request, prompt.text)
 
-    prompt, params, plan = await context.in_thread(prepare)
+    prompt, params, plan = await context.in_thread(prepare, apart=request.chat_template is not None)
     grammar = await compile_constraint(context, request)
     if plan is not None:
         grammar = await plan.grammar(context.grammars, grammar)
@@ -62,7 +63,10 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
         messages = mark_messages(tokenizer, messages)
         tools, documents = mark_plain(tokenizer, tools), mark_plain(tokenizer, documents)
         kwargs = mark_plain(tokenizer, kwargs)
-    messages, tools = prepare_messages(tokenizer, messages, tools)
+    template = request.chat_template
+    if template is None:
+        template = tokenizer.get_chat_template(tools=True)
+    messages, tools = prepare_messages(template or "", messages, tools)
     try:
         return render_chat(
             tokenizer,
@@ -71,6 +75,7 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
             documents=documents,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
+            chat_template=request.chat_template,
             chat_template_kwargs=kwargs,
         )
     except TemplateError as error:

@@ -73,6 +73,8 @@ class ServingContext:
         self.grammars = GrammarCompiler()
         # More threads would only take turns: rendering holds the interpreter's lock.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        # Each of these waits for a process that renders a template, and there are no more of them.
+        self._apart = ThreadPoolExecutor(2, thread_name_prefix="template")
         self._idle = asyncio.Event()
         self._drained = False
 
@@ -127,10 +129,11 @@ class ServingContext:
             raise model_not_found(name)
         return name
 
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Run ``function`` off the event loop."""
+    async def in_thread(self, function: Callable[[], T], *, apart: bool = False) -> T:
+        """Run ``function`` off the event loop, and ``apart`` from others if it waits for long."""
         here = contextvars.copy_context()  # log lines name the request there too
-        return await asyncio.get_running_loop().run_in_executor(self._pool, here.run, function)
+        pool = self._apart if apart else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, here.run, function)
 
     async def ask(self, question: Awaitable[T]) -> T:
         """Return what the engine answers; raises :class:`APIError` (503) if it does not."""

@@ -13,7 +13,7 @@ from pageserve.api.body import read_json
 from pageserve.api.chat_completions import render
 from pageserve.api.context import ServingContext
 from pageserve.api.keys import require_admin
-from pageserve.api.protocol import ApplyTemplateRequest, ignored_fields, parse
+from pageserve.api.protocol import ApplyTemplateRequest, ignored_fields, parse, refuse_template
 from pageserve.api.responses import JSONResponse
 from pageserve.api.serving import report_ignored
 from pageserve.tokenizer import PLAIN_MARK
@@ -101,9 +101,12 @@ async def apply_template(context: ServingContext, http: Request) -> Response:
     """Return the prompt text of a conversation; raises :class:`APIError`."""
     request = parse(ApplyTemplateRequest, await read_json(http, context.max_body_bytes))
     context.resolve_model(request.model)
+    refuse_template(request, trusted=context.config.trust_request_template)
     names = ignored_fields(request, strict=context.config.strict_params)
     headers = report_ignored(context, names)
-    prompt = await context.in_thread(lambda: render(context, request))
+    prompt = await context.in_thread(
+        lambda: render(context, request), apart=request.chat_template is not None
+    )
     return JSONResponse({"prompt": prompt.replace(PLAIN_MARK, "")}, headers=headers)
 
 

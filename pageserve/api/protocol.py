@@ -22,6 +22,7 @@ MAX_SEQUENCES = 1024  # of one request
 MAX_BEST_OF = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_CHARS = 1024
+MAX_TEMPLATE_CHARS = 65536
 
 
 def _integral(value: Any) -> Any:
@@ -119,6 +120,7 @@ def _template_kwargs(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
+ChatTemplate = Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 Label = Annotated[str, Field(max_length=512)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenIds = Annotated[list[Int], Field(max_length=1_000_000)]
@@ -140,7 +142,6 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "web_search_options": _NOTHING,
     "moderation": _NOTHING,
     "echo": (False,),
-    "chat_template": _NOTHING,
 }
 
 
@@ -270,6 +271,7 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    chat_template: ChatTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = {}
     documents: list[dict[str, str]] | None = None
 
@@ -342,13 +344,12 @@ class CompletionRequest(GenerationRequest):
 class TemplateRequest(_Body):
     """Fields of bodies that are rendered and not run."""
 
-    neutral = {"chat_template": _NOTHING}
-
     model: str = ""
     messages: Messages | None = None
     tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: ChatTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = {}
     documents: list[dict[str, str]] | None = None
 
@@ -420,11 +421,12 @@ def ignored_fields(request: _Body, *, strict: bool) -> list[str]:
 
 
 def refuse_unsupported(
-    request: ChatCompletionRequest | CompletionRequest, *, priorities: bool
+    request: ChatCompletionRequest | CompletionRequest, *, priorities: bool, templates: bool
 ) -> None:
     """Raise :class:`APIError` for the first field that asks for something that is not built.
 
-    ``priorities`` says whether the scheduler honours them.
+    ``priorities`` says whether the scheduler honours them, ``templates`` whether those of requests
+    are trusted.
     """
     for name, value in (request.model_extra or {}).items():
         if name in request.checked and not _is_one_of(value, request.neutral[name]):
@@ -434,6 +436,18 @@ def refuse_unsupported(
             "unsupported_parameter",
             "priority needs the server flag --scheduling-policy priority",
             "priority",
+        )
+    if isinstance(request, ChatCompletionRequest):
+        refuse_template(request, trusted=templates)
+
+
+def refuse_template(request: ChatCompletionRequest | TemplateRequest, *, trusted: bool) -> None:
+    """Raise the :class:`APIError` of a request that brings a chat template, unless ``trusted``."""
+    if request.chat_template is not None and not trusted:
+        raise bad_request(
+            "unsupported_parameter",
+            "chat_template needs the server flag --trust-request-template",
+            "chat_template",
         )
 
 

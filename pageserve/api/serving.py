@@ -57,7 +57,9 @@ async def read_generation(
     if request.request_id:
         logs.request_id.set(request.request_id)
     request.check_conflicts()
-    refuse_unsupported(request, priorities=context.priorities)
+    refuse_unsupported(
+        request, priorities=context.priorities, templates=context.config.trust_request_template
+    )
     headers = report_ignored(context, ignored_fields(request, strict=context.config.strict_params))
     warning = deprecation(request)
     return request, add_warnings(headers, () if warning is None else (warning,))

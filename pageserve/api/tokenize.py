@@ -10,7 +10,13 @@ from pageserve.api.body import read_json
 from pageserve.api.chat_completions import render
 from pageserve.api.context import ServingContext
 from pageserve.api.errors import bad_request
-from pageserve.api.protocol import DetokenizeRequest, TokenizeRequest, ignored_fields, parse
+from pageserve.api.protocol import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    ignored_fields,
+    parse,
+    refuse_template,
+)
 from pageserve.api.responses import JSONResponse
 from pageserve.api.serving import check_token_ids, report_ignored
 
@@ -23,7 +29,8 @@ async def tokenize(context: ServingContext, http: Request) -> Response:
     if len(texts) + (request.messages is not None) != 1:
         raise bad_request("invalid_value", "give either prompt or messages", "prompt")
     return await context.in_thread(
-        lambda: JSONResponse(_spell(context, request, texts), headers=headers)
+        lambda: JSONResponse(_spell(context, request, texts), headers=headers),
+        apart=request.chat_template is not None,
     )
 
 
@@ -37,6 +44,8 @@ async def detokenize(context: ServingContext, http: Request) -> Response:
 
 def _check(context: ServingContext, request: TokenizeRequest | DetokenizeRequest) -> dict[str, str]:
     context.resolve_model(request.model)
+    if isinstance(request, TokenizeRequest):
+        refuse_template(request, trusted=context.config.trust_request_template)
     names = ignored_fields(request, strict=context.config.strict_params)
     return report_ignored(context, names)
 

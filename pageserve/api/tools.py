@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pageserve.api.chat import content_text, parse_arguments, template_variables
+from pageserve.api.chat import content_text, parse_arguments
+from pageserve.api.template import names_in
 from pageserve.api.tool_protocol import Tool
-from pageserve.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -33,22 +33,20 @@ For each function call, return a json object with function name and arguments wi
 
 
 @lru_cache(maxsize=4)
-def template_has_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the model's template shows tools and writes their calls as ``<tool_call>`` JSON."""
-    source = tokenizer.get_chat_template(tools=True)
+def template_has_tools(source: str) -> bool:
+    """Whether a chat template shows tools and writes their calls as ``<tool_call>`` JSON."""
     return (
-        source is not None
-        and "tools" in template_variables(source)
+        "tools" in names_in(source)
         and OPEN in source
         and "<function=" not in source  # Qwen3-Coder: XML inside of the same tags
     )
 
 
 def prepare_messages(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
+    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Tool] | None]:
-    """Return the messages and tools to give to the model's template."""
-    if template_has_tools(tokenizer):
+    """Return the messages and tools to give to a chat template."""
+    if template_has_tools(template):
         return messages, tools
     messages = _rewrite(messages)
     if tools:

@@ -207,6 +207,38 @@ def test_template_arguments_reach_the_template(make_api):
     assert prompt == "False|low|hi"
 
 
+def test_templates_of_requests_are_rendered_if_trusted(make_api):
+    """C121: each route that renders takes one, and refuses it without the flag."""
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ mood }}"
+    fields = {"messages": HI, "chat_template": template, "chat_template_kwargs": {"mood": "!"}}
+    for path in (CHAT, "/tokenize", "/apply-template"):
+        error = error_of(make_api().post(path, fields))
+        assert (error["code"], error["param"]) == ("unsupported_parameter", "chat_template")
+        assert "--trust-request-template" in error["message"]
+    api = make_api(server={"trust_request_template": True})
+    assert api.chat(**fields).status_code == 200
+    prompt = TOKENIZER.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "[hi]!"
+    assert api.post("/apply-template", fields).json()["prompt"] == "[hi]!"
+    assert api.post("/tokenize", fields).json()["count"] == 5
+    error = error_of(api.chat(chat_template="{% if %}"))
+    assert (error["code"], error["param"]) == ("invalid_value", "chat_template")
+    error = error_of(api.chat(chat_template="{{ raise_exception('no') }}"))
+    assert (error["code"], error["param"]) == ("invalid_messages", "messages")
+    api.check_alive()
+
+
+def test_a_template_of_the_request_shows_tools_if_it_can(make_api):
+    api = make_api(server={"trust_request_template": True})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for template, expected in (
+        ("{{ tools[0].function.name }} <tool_call> {{ messages[0].content }}", "f <tool_call> hi"),
+        ("{{ messages[0].role }}", "system"),  # which says what the template does not
+    ):
+        body = {"messages": HI, "tools": tools, "chat_template": template}
+        assert api.post("/apply-template", body).json()["prompt"] == expected
+
+
 def test_unknown_fields_are_listed_and_warned_of_once(api, caplog):
     with caplog.at_level(logging.WARNING, "pageserve.api"):
         first = api.chat(zzz=1, verbosity="low", best_of=3, metadata={})

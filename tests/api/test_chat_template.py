@@ -2,14 +2,16 @@
 
 import json
 import re
+import threading
 import time
 
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from pageserve.api import chat
-from pageserve.api.chat import TemplateError, encode_chat, render_chat
+from pageserve.api import template, template_process
+from pageserve.api.chat import encode_chat, render_chat
+from pageserve.api.template import TemplateError
 from pageserve.tokenizer import Tokenizer
 
 CHATML = (
@@ -257,9 +259,77 @@ def test_continuation_needs_an_assistant_message():
 
 
 def test_rendering_stops_at_the_time_limit(monkeypatch):
-    monkeypatch.setattr(chat, "RENDER_LIMIT", 0.1)
+    monkeypatch.setattr(template, "RENDER_LIMIT", 0.1)
     loops = "{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}"
     begin = time.monotonic()
     with pytest.raises(TemplateError, match="took more than"):
         render(loops, [USER])
     assert time.monotonic() - begin < 2
+
+
+# --- templates of requests ------------------------------------------------------------------------
+
+
+def apart(chat_template, messages=(USER,), **options):
+    return render_chat(tokenizer_of(), list(messages), chat_template=chat_template, **options)
+
+
+def test_a_template_of_the_request_sees_what_the_models_would():
+    source = TOOLS + "{{ bos_token }}|{{ mood }}|{{ documents[0].a }}|{{ add_generation_prompt }}"
+    options = {
+        "tools": [FUNCTION],
+        "documents": [{"a": "\u00e9"}],
+        "chat_template_kwargs": {"mood": "glad", "n": 10**60},
+    }
+    messages = [{"role": "user", "content": 'h\ud800i \U0001f44b \\ "'}]  # marked, see PLAIN_MARK
+    assert apart(source, messages, **options) == render(source, messages, **options)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ '%0*d' % (10 ** 11, 1) }}",
+        "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}{{ n.x }}",
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    ],
+    ids=["loops", "power", "repeat", "format", "doubling", "nesting"],
+)
+def test_a_template_of_the_request_is_bounded(monkeypatch, template):
+    """Whatever it does ends in time and memory, and other threads run meanwhile."""
+    monkeypatch.setattr(template_process, "RENDER_LIMIT", 2.0)
+    pauses, ended = [], threading.Event()
+
+    def beat():
+        last = time.monotonic()
+        while not ended.wait(0.01):
+            pauses.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(TemplateError, match="emplate") as caught:
+            apart(template)
+    finally:
+        ended.set()
+        thread.join()
+    assert time.monotonic() - begin < 10
+    assert max(pauses) < 1
+    assert "Traceback" not in str(caught.value)
+
+
+def test_failures_of_a_template_of_the_request():
+    for source, param, words in (
+        ("{{ raise_exception('roles must alternate') }}", "messages", "roles must alternate"),
+        ("{% if %}", "chat_template", "Expected"),
+        ("{{ ''.__class__.__mro__ }}", "messages", "unsafe"),
+        ("{% for i in range(900) %}{{ 'x' * 20000 }}{% endfor %}", "chat_template", "characters"),
+    ):
+        with pytest.raises(TemplateError, match=words) as caught:
+            apart(source)
+        assert caught.value.param == param

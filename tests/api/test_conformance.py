@@ -259,7 +259,7 @@ def test_prompts_are_made_off_the_event_loop(make_api, monkeypatch):
     for name in ("encode", "token_bytes", "token_text"):
         watch(Tokenizer, name)
     monkeypatch.setattr(
-        "pageserve.api.chat._run",
+        "pageserve.api.chat.render_template",
         lambda source, variables: threads.append(threading.get_ident()) or "rendered",
     )
     for path, body in (

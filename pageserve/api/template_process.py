@@ -1,0 +1,88 @@
+"""Templates that came with a request: rendered in a process of their own, bounded in time and
+memory, as a thread could not be.
+
+The parent writes one JSON object to the child's standard input and reads one from its output.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import jinja2
+
+from pageserve.api.template import RENDER_LIMIT, TemplateError, render_template
+
+logger = logging.getLogger("pageserve.api")
+
+MAX_MEMORY = 2**30  # bytes of address space
+MAX_CHARS = 2**24  # of a prompt
+_ENVIRONMENT = ("SYSTEMROOT", "TZ")  # what Windows and clocks need; nothing else is its business
+
+
+def render_apart(source: str, variables: Mapping[str, Any]) -> str:
+    """Render like :func:`pageserve.api.template.render_template`, whatever the template does.
+
+    Blocks for at most RENDER_LIMIT. Raises :class:`TemplateError`.
+    """
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        done = subprocess.run(
+            # -P: modules are those of this process, not what lies in its working directory.
+            [sys.executable, "-P", "-m", __name__],
+            input=json.dumps([source, variables]).encode(),
+            capture_output=True,
+            timeout=RENDER_LIMIT,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        text = f"Rendering the chat template took more than {RENDER_LIMIT:g} s"
+        raise TemplateError(text, "chat_template") from None
+    if done.returncode != 0:  # a signal that a limit sends, or what templates do not raise else
+        what = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(":")[0]
+        logger.warning("a request's template ended its process: %d %s", done.returncode, what)
+        raise TemplateError("The chat template cannot be rendered", "chat_template")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise TemplateError(answer["error"], answer["param"])
+    prompt: str = answer["prompt"]
+    return prompt
+
+
+def _main() -> None:
+    source, variables = json.load(sys.stdin)
+    _limit_resources()
+    try:
+        prompt = render_template(source, variables)
+        if len(prompt) > MAX_CHARS:
+            raise TemplateError(f"The prompt has more than {MAX_CHARS} characters", "chat_template")
+    except TemplateError as error:
+        unreadable = isinstance(error.__cause__, jinja2.TemplateSyntaxError)
+        answer = {"error": str(error), "param": "chat_template" if unreadable else error.param}
+    except MemoryError:
+        text = "Rendering the chat template took too much memory"
+        answer = {"error": text, "param": "chat_template"}
+    else:
+        answer = {"prompt": prompt}
+    json.dump(answer, sys.stdout)
+
+
+def _limit_resources() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows, where time is the only limit
+        return
+    seconds = int(RENDER_LIMIT) + 1  # should the parent be gone
+    limits = ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, MAX_MEMORY))
+    for limit, value in limits:
+        with suppress(ValueError):  # macOS knows no limit of address space
+            resource.setrlimit(limit, (value, value))
+
+
+if __name__ == "__main__":
+    _main()
