@@ -333,6 +333,8 @@ CASES: dict[str, tuple[str, ...]] = {
         ERRORS + "test_bad_chat_field",
         TEMPLATE + "test_variables_that_the_server_owns",
         TEMPLATE + "test_rendering_stops_at_the_time_limit",
+        TEMPLATE + "test_a_template_of_the_request_is_bounded",
+        REQUESTS + "test_templates_of_requests_are_rendered_if_trusted",
         REQUESTS + "test_template_arguments_reach_the_template",
     ),
     "C123": (
@@ -400,7 +402,4 @@ NOT_TESTED: dict[str, str] = {}
 PARTLY: dict[str, str] = {
     "C082": "its CUDA kernel: scripts/ compare logits on a GPU, kernels/ run it interpreted",
     "C090": "bfloat16 on a GPU: scripts/ compare logprobs there, the CPU promise is float32",
-    "C120": "redirects: nothing is ever fetched, so there is nothing to follow",
-    "C121": "a template of the request: no switch allows one, so none is ever rendered",
-    "C140": "aborts through another worker: there is only one",
 }
