@@ -117,7 +117,7 @@ def _check_tool_calls(calls: Any, path: str) -> None:
 
 def _object(value: Any, path: str) -> Message:
     if not isinstance(value, dict):
-        invalid("invalid_type", f"{path} must be an object, got {quote(value)}", path)
+        invalid("invalid_type", f"messages{path} must be an object, got {quote(value)}", path)
     return {k: v for k, v in value.items() if v is not None}
 
 
