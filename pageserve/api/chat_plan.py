@@ -22,7 +22,8 @@ from pageserve.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class ChatPlan:
     """How one request's outputs are taken apart. ``block`` says where the output begins: inside of
-    a reasoning block, or perhaps before one; None means that there is none."""
+    a reasoning block, or perhaps before one; None means that there is none. ``constrained`` says
+    that the request gives the answer a form."""
 
     tokenizer: Tokenizer
     choice: ToolChoice
@@ -30,6 +31,7 @@ class ChatPlan:
     parallel_tool_calls: bool
     include_reasoning: bool
     stream: bool
+    constrained: bool
     calls: ToolGrammar | None = None
 
     @property
@@ -62,6 +64,7 @@ class ChatPlan:
             tools.CLOSE,
             incremental=self.stream,
             single=named or not self.parallel_tool_calls,
+            exclusive=self.constrained,
         )
         return ChatParser(
             self.tokenizer,
@@ -87,7 +90,8 @@ def plan_chat(
     if choice.mode == "none" and block is None:
         return None
     calls = None
-    free = choice.mode == "auto" and constraint_of(request) is None
+    constrained = constraint_of(request) is not None
+    free = choice.mode == "auto" and not constrained
     if choice.mode != "none" and not (free and context.config.tool_grammar == "off"):
         calls = tool_grammar(
             tokenizer,
@@ -103,6 +107,7 @@ def plan_chat(
         request.parallel_tool_calls,
         request.include_reasoning,
         request.stream,
+        constrained,
         calls,
     )
 

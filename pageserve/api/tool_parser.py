@@ -65,18 +65,25 @@ class ToolParser:
     arguments are copied, tail up to the closing tag. White space around calls is dropped. With
     ``incremental``, calls are passed on as they come, else when they are complete, so that a block
     that turns out to be no call can still become text. With ``single`` whatever follows the first
-    closing tag is dropped.
+    closing tag is dropped. With ``exclusive`` a text is an answer or calls, so the beginning of a
+    call that was cut off is no answer and is dropped.
     """
 
     def __init__(
-        self, open_tag: str, close_tag: str, *, incremental: bool = True, single: bool = False
+        self,
+        open_tag: str,
+        close_tag: str,
+        *,
+        incremental: bool = True,
+        single: bool = False,
+        exclusive: bool = False,
     ) -> None:
         self.state: Literal["text", "head", "args", "tail"] = "text"
         self.num_calls = 0  # begun: name known
         self.broken = False  # the model ended a call in its middle by itself
         self.ended = False  # the closing tag of a ``single`` call was read
         self._open, self._close = open_tag, close_tag
-        self._incremental, self._single = incremental, single
+        self._incremental, self._single, self._exclusive = incremental, single, exclusive
         self._buffer = ""
         self._place = 0  # in the buffer: everything before it has been dealt with
         self._base = 0  # characters fed before the buffer
@@ -110,7 +117,9 @@ class ToolParser:
         that its last call may be incomplete."""
         self._over = True
         next(self._reading, None)
-        if self.ended:
+        if self.ended or (
+            cut and self._exclusive and not self._has_text and self.state in ("text", "head")
+        ):
             self._space = []
         elif self.state == "text":
             self._say(self._take(len(self._buffer)))

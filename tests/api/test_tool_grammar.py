@@ -302,6 +302,23 @@ def test_answers_in_a_form_and_calls_are_told_apart(make_api, stream):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_off_is_no_answer_in_the_form(make_api, stream):
+    """The SDK's stream helper reads what there is of content as JSON, and would fail on a tag."""
+    fields = {"response_format": {"type": "json_object"}, "tools": TOOLS, "stream": stream}
+    first = {"content": None, "tool_calls": [called("ping", "{}")]}
+    for script, num_chars, expected in (
+        (PONG, 20, {"content": None}),
+        (PONG + "\n" + PONG, len(PONG) + 20, first),
+        ('{"a": "<tool', 12, {"content": '{"a": "<tool'}),
+        ("<tool", 5, {"content": None}),
+    ):
+        num_tokens = len(QWEN_TOKENIZER.encode(script[:num_chars], False))
+        api = make_api(tokenizer=QWEN_TOKENIZER, script=script)
+        message, reason = folded(api.chat(max_tokens=num_tokens, **fields))
+        assert ({**message, "content": message["content"] or None}, reason) == (expected, "length")
+
+
 def test_a_large_form_and_large_tools_are_refused_before_anything_is_sent(make_api, monkeypatch):
     """Each may be fine and both together too much."""
     seen = []
