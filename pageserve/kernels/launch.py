@@ -9,7 +9,6 @@ when a kernel starts, and all are once it has waited.
 import functools
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +23,7 @@ _compiling = False
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch ``kernel`` on ``grid``; within :func:`compile_ahead` have it compiled instead."""
+    """Launch ``kernel`` on ``grid``; within :func:`only_compiling` have it compiled instead."""
     if _compiling:
         kernel.warmup(*args, grid=grid, **options)
     else:
@@ -37,18 +36,12 @@ def compiling() -> bool:
 
 
 @contextmanager
-def compile_ahead() -> Iterator[None]:
-    """Within the ``with``, compile what is launched, in threads side by side, and run nothing.
-
-    A cold start compiles dozens of kernels; one after the other they take several times as long.
-    Raises what the compiler raised.
-    """
+def only_compiling() -> Iterator[None]:
+    """Within the ``with``, compile what is launched, and run nothing."""
     global _compiling
-    threads = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
     _compiling = True
     try:
-        with threads, triton.AsyncCompileMode(threads):
-            yield
+        yield
     finally:
         _compiling = False
 

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from pageserve.attention.triton import SQUARE, LongRow, TritonBackend
+from pageserve.kernels.compiler import KernelCompiler
 from pageserve.kernels.input_batch import (
     InputBuffers,
     prepare_decode,
     prepare_inputs,
     store_sampled,
 )
-from pageserve.kernels.launch import compile_ahead, compiling
+from pageserve.kernels.launch import compiling
 from pageserve.kernels.sampling import (
     RepetitionPenalties,
     apply_bitmasks,
@@ -146,14 +147,14 @@ class CUDAGraphRunner:
         return [GraphKey(*shape, ending) for shape in mixed + decode]
 
     @torch.inference_mode()
-    def rehearse(self, capturing: bool) -> int:
-        """Compile what any step may launch, all at once, and allocate what the largest one does.
+    def rehearse(self, compiler: KernelCompiler, capturing: bool) -> int:
+        """Have ``compiler`` compile what any step may launch, and allocate what the largest does.
 
         Returns the bytes that capturing graphs will take (0 without ``capturing``). The pool may
         have fewer layers than the model: then only those are run, which compiles the same.
         """
         graph_bytes = 0
-        with compile_ahead():
+        with compiler.compile_ahead():
             self._measure()
             for ending in Ending:
                 self._run(self._largest_key(ending))

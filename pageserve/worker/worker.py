@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from pageserve.worker.model_runner import ModelRunner, StepHandle
 from pageserve.worker.request_states import RequestStates
 
 if TYPE_CHECKING:  # imports Triton, which only CUDA machines need to have
+    from pageserve.kernels.compiler import KernelCompiler
     from pageserve.worker.cuda_graphs import CUDAGraphRunner
 
 logger = logging.getLogger("pageserve.worker")
@@ -51,21 +52,23 @@ class Worker:
         assert config.scheduler.max_num_seqs is not None
 
         backend = make_backend(config, self.model_config)
-        with _naming_flags("the weights", "a smaller model, or a --dtype of fewer bytes"):
-            self.model = load_model(
-                path,
-                self.model_config,
-                backend=backend,
-                dtype=dtype,
-                device=torch.device(device),
-                max_model_len=config.model.max_model_len,
-                progress=progress,
-            )
-        self.tokenizer = load_tokenizer(path)
-        vocab_limit = min(self.tokenizer.size, self.model_config.vocab_size)
-        graph_bytes = 0
-        if backend.supports_cuda_graph and device == "cuda":
-            graph_bytes = self._rehearse(config, vocab_limit, dtype, progress)
+        rehearses = backend.supports_cuda_graph and device == "cuda"
+        with _kernel_compiler() if rehearses else nullcontext() as compiler:
+            with _naming_flags("the weights", "a smaller model, or a --dtype of fewer bytes"):
+                self.model = load_model(
+                    path,
+                    self.model_config,
+                    backend=backend,
+                    dtype=dtype,
+                    device=torch.device(device),
+                    max_model_len=config.model.max_model_len,
+                    progress=progress,
+                )
+            self.tokenizer = load_tokenizer(path)
+            vocab_limit = min(self.tokenizer.size, self.model_config.vocab_size)
+            graph_bytes = 0
+            if compiler is not None:
+                graph_bytes = self._rehearse(compiler, config, vocab_limit, dtype, progress)
         plan = plan_memory(
             config,
             self.model_config,
@@ -107,6 +110,7 @@ class Worker:
 
     def _rehearse(
         self,
+        compiler: "KernelCompiler",
         config: EngineConfig,
         vocab_limit: int,
         dtype: torch.dtype,
@@ -132,7 +136,7 @@ class Worker:
                 kv_cache.device,
             )
             graphs = self._make_graphs(config, kv_cache, states, vocab_limit)
-            return graphs.rehearse(capturing=not config.scheduler.enforce_eager)
+            return graphs.rehearse(compiler, capturing=not config.scheduler.enforce_eager)
 
     def _use_graphs(
         self, config: EngineConfig, progress: Callable[[str, int, int], None] | None
@@ -180,6 +184,12 @@ class Worker:
     def prepare_idle(self) -> bool:
         """Spend a moment without work on what later steps will want; False: nothing is left."""
         return self.runner.graphs is not None and self.runner.graphs.capture_next()
+
+
+def _kernel_compiler() -> "KernelCompiler":
+    from pageserve.kernels.compiler import KernelCompiler
+
+    return KernelCompiler()
 
 
 @contextmanager
