@@ -60,7 +60,7 @@ class Job:
 def chat_jobs(tokenizer: Any, count: int, low: int, high: int, turn: int = 0) -> list[Job]:
     """``count`` chat prompts that share a system message, with budgets uniform in [low, high];
     another ``turn`` has other questions and the same budgets."""
-    from pageserve.api.chat import encode_chat
+    from pageserve.api.chat import render_chat
 
     rng = random.Random(0)
     jobs = []
@@ -72,7 +72,8 @@ def chat_jobs(tokenizer: Any, count: int, low: int, high: int, turn: int = 0) ->
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": question},
         ]
-        jobs.append(Job(encode_chat(tokenizer, messages), rng.randint(low, high)))
+        ids = tokenizer.encode(render_chat(tokenizer, messages), add_special_tokens=False)
+        jobs.append(Job(ids, rng.randint(low, high)))
     return jobs
 
 

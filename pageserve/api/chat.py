@@ -22,17 +22,6 @@ SERVER_OWNED = frozenset(
 _CONTINUE_TAG = "\ue000continue\ue000 "
 
 
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_special_tokens: bool = False,
-    **options: Any,
-) -> list[int]:
-    """Return the prompt token ids of a conversation; options and errors of :func:`render_chat`."""
-    return tokenizer.encode(render_chat(tokenizer, messages, **options), add_special_tokens)
-
-
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],

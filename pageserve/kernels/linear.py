@@ -44,9 +44,6 @@ class Fusion(NamedTuple):
     silu: bool = False
 
 
-NO_FUSION = Fusion()
-
-
 class GemvConfig(NamedTuple):
     """Outputs and columns of a program's tile, and its warps."""
 
@@ -192,10 +189,7 @@ def gemv_tiles(n: int, k: int, silu: bool) -> list[GemvConfig]:
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    fusion: Fusion = NO_FUSION,
-    config: GemvConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor, fusion: Fusion, config: GemvConfig | None = None
 ) -> torch.Tensor:
     """Return the product [1, N] of ``x`` [1, K]; raises ValueError on more rows."""
     bias, residual, norm_weight, eps, silu = fusion
@@ -343,10 +337,7 @@ def skinny_config(n: int, k: int, silu: bool, device: torch.device) -> SkinnyCon
 
 
 def skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    fusion: Fusion = NO_FUSION,
-    config: SkinnyConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor, fusion: Fusion, config: SkinnyConfig | None = None
 ) -> torch.Tensor:
     """Return the product [M, N] for up to 64 rows, on the matrix units; a norm is its own launch.
 
@@ -395,9 +386,7 @@ def skinny_linear(
 # --- choice ---------------------------------------------------------------------------------------
 
 
-def library_linear(
-    x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = NO_FUSION
-) -> torch.Tensor:
+def library_linear(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     """Return the product [M, N] of any number of rows by the library's kernel."""
     bias, residual, norm_weight, eps, silu = fusion
     if norm_weight is not None:

@@ -18,6 +18,7 @@ import triton.language as tl
 from pageserve.kernels.launch import check, dot, launch, num_sms, pdl_options, pdl_wait
 
 LOG2_E = 1.4426950408889634
+MERGE_COST = tl.constexpr(0.16)  # of a part of a row, in times of reading a tile
 UNROLL = tl.constexpr(8)  # parts of a row whose loads are under way together
 
 
@@ -71,7 +72,6 @@ def _plan_kernel(
     tile_start_ptr,  # [R + 2]
     first_row_ptr,  # [P]
     counters_ptr,  # [R * Hkv]
-    merge_cost,
     R,
     num_counters,
     P,
@@ -95,7 +95,7 @@ def _plan_kernel(
     total = tl.sum(tiles)
     program = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     # Equal shares, but not so small that merging a row's parts takes longer than reading them.
-    worth_it = (tl.sqrt(tl.max(tiles, 0).to(tl.float32) * merge_cost)).to(tl.int32)
+    worth_it = (tl.sqrt(tl.max(tiles, 0).to(tl.float32) * MERGE_COST)).to(tl.int32)
     per_program = tl.maximum(tl.maximum((total + P - 1) // P, worth_it), 1)
     first_tile = program * per_program
     first_row = tl.sum((tile_end[None, :] <= first_tile[:, None]).to(tl.int32), 1)
@@ -117,12 +117,10 @@ def plan_decode(
     query_start_loc: torch.Tensor | None = None,
     num_programs: int | None = None,
     block_n: int | None = None,
-    merge_cost: float = 0.16,
 ) -> DecodePlan:
     """Cut the decode work of rows with ``seq_lens`` [R] int32 into equal parts, on the device.
 
     With ``query_start_loc`` [R + 1], rows of other than one query token are left out.
-    ``merge_cost`` is what merging one part of a row costs, in times of reading one tile.
     """
     device, rows = seq_lens.device, seq_lens.shape[0]
     config = decode_config(head_dim, dtype, rows)
@@ -148,7 +146,6 @@ def plan_decode(
         plan.tile_start,
         plan.first_row,
         plan.counters,
-        merge_cost,
         rows,
         rows * num_kv_heads,
         programs,

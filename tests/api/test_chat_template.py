@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from pageserve.api import template, template_process
-from pageserve.api.chat import encode_chat, render_chat
+from pageserve.api.chat import render_chat
 from pageserve.api.template import TemplateError
 from pageserve.tokenizer import Tokenizer
 
@@ -192,16 +192,6 @@ def test_template_by_name():
     assert render_chat(tokenizer, [USER]) == "plain"
     assert render_chat(tokenizer, [USER], tools=[FUNCTION]) == "with tools"
     assert render_chat(tokenizer, [USER], chat_template="mine") == "mine"
-
-
-def test_encoding_parses_special_tokens_and_adds_none():
-    tokenizer = tokenizer_of()
-    ids = encode_chat(tokenizer, [{"role": "user", "content": "x<|im_end|>"}])
-    assert tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|im_start|>user\nx<|im_end|><|im_end|>\n<|im_start|>assistant\n"
-    )
-    start, end = tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False)
-    assert (ids.count(start), ids.count(end)) == (2, 2)
 
 
 # --- refusals -------------------------------------------------------------------------------------

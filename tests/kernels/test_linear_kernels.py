@@ -6,7 +6,6 @@ import torch
 from reference import close
 
 from pageserve.kernels.linear import (
-    NO_FUSION,
     Fusion,
     GemvConfig,
     LinearChooser,
@@ -37,7 +36,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, s
     )
 
 
-def expected(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = NO_FUSION) -> torch.Tensor:
+def expected(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     x = x.double()
     if fusion.norm_weight is not None:
         x = reference.rms_norm(x, fusion.norm_weight, fusion.eps)
@@ -57,7 +56,7 @@ def test_gemv(dtype, k, block_k, block_n, device):
     config = GemvConfig(block_n, block_k, 4)
     fusion = Fusion(bias, residual, norm_weight, EPS)
     close(gemv(x, weight, fusion, config), expected(x, weight, fusion))
-    close(gemv(x, weight, config=config), expected(x, weight))
+    close(gemv(x, weight, Fusion(), config), expected(x, weight, Fusion()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,7 +133,7 @@ def test_choice_is_measured_once_per_shape(device):
         fastest = linear_candidates(1, 128, 512, True)[min(times, key=times.__getitem__)]
         assert getattr(choice, "func", choice) is getattr(fastest, "func", fastest)
         assert set(times) == set(linear_candidates(1, 128, 512, True))
-        assert chooser.choose(4, weight, NO_FUSION) in (skinny_linear, library_linear)
+        assert chooser.choose(4, weight, Fusion()) in (skinny_linear, library_linear)
     else:
         assert choice is library_linear
 
@@ -142,6 +141,6 @@ def test_choice_is_measured_once_per_shape(device):
 def test_too_many_rows_are_refused(device):
     weight = torch.randn(8, 16, device=device)
     with pytest.raises(ValueError, match="one row, not 5"):
-        gemv(torch.randn(5, 16, device=device), weight)
+        gemv(torch.randn(5, 16, device=device), weight, Fusion())
     with pytest.raises(ValueError, match="1 to 64 rows, not 65"):
-        skinny_linear(torch.randn(65, 16, device=device), weight)
+        skinny_linear(torch.randn(65, 16, device=device), weight, Fusion())
