@@ -351,8 +351,11 @@ def _attend_square(
         # What lies behind the row in the batch serves as padding.
         square = query[row.start : row.start + size].transpose(0, 1)[None]
     else:
-        square = query.new_zeros(1, num_heads, size, head_dim)
-        square[0, :, wanted] = query[tokens].transpose(0, 1)
+        # Token after token like the query, and so is the result: copies of whole lines.
+        padded = query.new_empty(size, num_heads, head_dim)
+        padded[wanted] = query[tokens]
+        padded[: wanted.start] = padded[wanted.stop :] = 0
+        square = padded.transpose(0, 1)[None]
     attended = functional.scaled_dot_product_attention(
         square, key, value, is_causal=True, scale=scale, enable_gqa=True
     )
