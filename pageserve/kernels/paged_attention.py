@@ -55,9 +55,9 @@ def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
         return DecodeConfig(32, 4, 2, 2)
     if rows <= 8:
         return DecodeConfig(128, 4, 4, 2)
-    if rows <= 64:
-        return DecodeConfig(128, 4, 4, 3 if head_dim <= 64 else 2)
-    return DecodeConfig(64 if head_dim <= 64 else 32, 4, 4 if head_dim <= 64 else 5, 4)
+    if head_dim <= 64:
+        return DecodeConfig(128, 4, 2, 3 if rows <= 64 else 4)
+    return DecodeConfig(128, 4, 2, 2) if rows <= 64 else DecodeConfig(32, 4, 5, 4)
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:
@@ -239,6 +239,25 @@ def _rotated(
     return (x * cos[None, :] + pair * sin[None, :]).to(dtype)
 
 
+@triton.jit
+def _row_facts(
+    tile_start_ptr, seq_lens_ptr, query_start_loc_ptr, row_slots_ptr, row, R,
+    HAS_SLOTS: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Return (end of the row's tiles, its length, its query token, its row of the block table);
+    zeros behind the last row."""
+    there = row < R
+    row_end = tl.load(tile_start_ptr + row + 1, mask=there, other=0)
+    seq_len = tl.load(seq_lens_ptr + row, mask=there, other=0)
+    token = row.to(tl.int64)
+    if MIXED:
+        token = tl.load(query_start_loc_ptr + row, mask=there, other=0).to(tl.int64)
+    table_row = row.to(tl.int64)
+    if HAS_SLOTS:
+        table_row = tl.load(row_slots_ptr + row, mask=there, other=0).to(tl.int64)
+    return row_end, seq_len, token, table_row
+
+
 @triton.jit(do_not_specialize=["R"])
 def _decode_kernel(
     query_ptr,  # [T, Hq, D]; if ROPE [R, Hq + 2 Hkv, D], unrotated, with the new k and v
@@ -295,17 +314,17 @@ def _decode_kernel(
     tile = pid * per_program
     end = tl.minimum(tile + per_program, tl.load(tile_start_ptr + R))
     row = tl.load(first_row_ptr + pid)
+    row_start = tl.load(tile_start_ptr + row)
+    row_end, seq_len, token, table_row = _row_facts(
+        tile_start_ptr, seq_lens_ptr, query_start_loc_ptr, row_slots_ptr, row, R, HAS_SLOTS, MIXED
+    )  # fmt: skip
     while tile < end:
-        row_start = tl.load(tile_start_ptr + row)
-        row_end = tl.load(tile_start_ptr + row + 1)
-        seq_len = tl.load(seq_lens_ptr + row)
+        # What the next row begins with is on its way while this row's tiles are read.
+        next_end, next_len, next_token, next_table_row = _row_facts(
+            tile_start_ptr, seq_lens_ptr, query_start_loc_ptr, row_slots_ptr, row + 1, R,
+            HAS_SLOTS, MIXED,
+        )  # fmt: skip
         stop = tl.minimum(end, row_end)
-        token = row.to(tl.int64)
-        if MIXED:
-            token = tl.load(query_start_loc_ptr + row).to(tl.int64)
-        table_row = row.to(tl.int64)
-        if HAS_SLOTS:
-            table_row = tl.load(row_slots_ptr + row).to(tl.int64)
         table = block_table_ptr + table_row * table_stride
         query_row = query_ptr + token * query_stride
         if ROPE:
@@ -385,6 +404,11 @@ def _decode_kernel(
                     tl.store(merged_out, merged.to(out_ptr.dtype.element_ty), mask=group_mask)
         tile = stop
         row += 1
+        row_start = row_end
+        row_end = next_end
+        seq_len = next_len
+        token = next_token
+        table_row = next_table_row
 
 
 def paged_decode(
