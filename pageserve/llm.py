@@ -16,7 +16,7 @@ from pageserve.engine.core import EngineCore
 from pageserve.engine.output_processor import LogprobEntry, OutputProcessor
 from pageserve.hub import resolve_model
 from pageserve.messages import AddRequest, FinishReason, TokenLogprobs
-from pageserve.sampling_params import SamplingParams, for_choice
+from pageserve.sampling_params import SamplingParams, check_ids, for_choice
 from pageserve.tokenizer import load_tokenizer
 
 
@@ -49,6 +49,7 @@ class LLM:
         path = resolve_model(self.config.model.model, None)
         self.tokenizer = load_tokenizer(path, self.config.model.chat_template)
         self.engine = EngineCore(self.config)
+        self.vocab_size = min(self.tokenizer.size, self.engine.ready.vocab_size)
         self._count = 0
 
     def generate(
@@ -71,8 +72,10 @@ class LLM:
         if grammars is None or isinstance(grammars, str):
             grammars = [grammars] * len(prompts)
         ids = [self._encode(p) for p in prompts]
+        for prompt in ids:
+            check_ids("prompt", prompt, self.vocab_size)
         for p in every:
-            p.validate(self.tokenizer.size)
+            p.validate(self.vocab_size)
         completions = {}
         processors = {}
         outputs = []

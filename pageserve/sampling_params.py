@@ -5,6 +5,7 @@ and the sampler (choosing) read it. Nothing here knows about a tokenizer or a te
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
 
@@ -92,16 +93,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        for token_id, bias in (self.logit_bias or {}).items():
-            _token_id("logit_bias", token_id, vocab_size)
+        check_ids("logit_bias", self.logit_bias or (), vocab_size)
+        for bias in (self.logit_bias or {}).values():
             _decimal("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParameterError(
                 "allowed_token_ids", "empty_array", "allowed_token_ids must not be empty"
             )
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                _token_id(name, token_id, vocab_size)
+            check_ids(name, getattr(self, name) or (), vocab_size)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ParameterError(
                 "stop", "array_above_max_length", f"stop takes at most {MAX_STOP_STRINGS} strings"
@@ -165,10 +165,13 @@ def _integer(name: str, value: int | None, low: int, high: int | None = None) ->
         )
 
 
-def _token_id(name: str, token_id: int, vocab_size: int | None) -> None:
-    if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+def check_ids(name: str, token_ids: Collection[int], vocab_size: int | None) -> None:
+    """Raise :class:`ParameterError` for the first id that a vocabulary of this size (None: of any)
+    does not have. ``name`` is the parameter that has the ids."""
+    end = math.inf if vocab_size is None else vocab_size
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= end):
+        wrong = next(i for i in token_ids if not 0 <= i < end)
+        message = f"{name} has token id {wrong}; ids run from 0"
         raise ParameterError(
-            name,
-            "invalid_value",
-            f"{name} has token id {token_id}; ids run from 0 to {(vocab_size or 0) - 1}",
+            name, "invalid_value", message if vocab_size is None else f"{message} to {end - 1}"
         )

@@ -30,7 +30,7 @@ from pageserve.api.replies import CHAT, COMPLETION, EventStreamResponse, Reply, 
 from pageserve.api.structured_output import constraint_of, deprecation
 from pageserve.engine.output_processor import stop_matcher
 from pageserve.messages import AddRequest
-from pageserve.sampling_params import ParameterError, SamplingParams, for_choice
+from pageserve.sampling_params import ParameterError, SamplingParams, check_ids, for_choice
 from pageserve.tokenizer import Tokenizer
 
 logger = logging.getLogger("pageserve.api")
@@ -175,11 +175,10 @@ def vocab_size(context: ServingContext) -> int:
 
 def check_token_ids(context: ServingContext, token_ids: Sequence[int], param: str) -> None:
     """Raise the :class:`APIError` of the first id that the model does not have."""
-    size = vocab_size(context)
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
-        wrong = next(i for i in token_ids if not 0 <= i < size)
-        text = f"{param} has token id {wrong}; ids run from 0 to {size - 1}"
-        raise bad_request("invalid_value", text, param)
+    try:
+        check_ids(param, token_ids, vocab_size(context))
+    except ParameterError as error:
+        raise bad_request(error.code, str(error), error.param) from None
 
 
 # --- sampling -------------------------------------------------------------------------------------

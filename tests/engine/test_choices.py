@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from pageserve.llm import LLM
 from pageserve.messages import AddRequest
-from pageserve.sampling_params import SamplingParams, for_choice
+from pageserve.sampling_params import ParameterError, SamplingParams, for_choice
 
 VOCAB = 320  # ids of the tiny tokenizer; the model's head has more rows
 
@@ -222,6 +222,17 @@ def test_prompt_is_scored_with_the_first_choice(tiny_checkpoint) -> None:
     done = llm.generate([prompt], params, n=3)
     check_scores(path, prompt, done[0].prompt_logprobs, 1)
     assert [len(c.prompt_logprobs) for c in done[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6])
+def test_prompts_of_ids_that_the_model_lacks_are_refused(tiny_checkpoint, token_id) -> None:
+    """On a GPU a look-up of such an id would be the end of the process."""
+    llm = make_llm(tiny_checkpoint("llama"))
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with pytest.raises(ParameterError, match=f"prompt has token id {token_id}; ids run from 0 to"):
+        llm.generate([ids(5, 1), [1, token_id]], params)
+    assert not llm.engine.has_work()
+    assert len(llm.generate([ids(5, 1)], params)[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("where", ["step", "execute"])
