@@ -8,7 +8,8 @@ transformers does and calls SDPA; the backends read blocks where they lie. On th
 ``torch_blockwise`` copies a tile at a time into a workspace that lives as long as the backend, and
 is counted in full: 3 MiB by default, which all layers and rows share, or one block. The rest (with
 the output) is what the allocator gives out during the call: on the CPU as the profiler sees it, on
-a GPU, where the ``triton`` backend runs, as PyTorch counts it.
+a GPU, where the ``triton`` backend runs, as PyTorch counts it. There the scratch that the layers of
+a step share is counted in full, too, and a call's time includes its launch.
 
 Then, on the CPU, latency and bandwidth over batch sizes and prompt chunks. Every case runs over
 several layers' pools in turn, so that KV comes from memory as it does in a model; times are of one
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import machine, report
+from common import machine, memory_bandwidth, report, synchronise
 from plots import figures, line_style
 
 from pageserve.attention import AttentionBackend, AttentionMetadata
@@ -164,12 +165,21 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
     return peak
 
 
+def kept_bytes(backend: AttentionBackend, metadata: AttentionMetadata) -> int:
+    """Return the bytes of scratch that outlive a call: a backend's workspace, or what the layers of
+    a step share."""
+    workspace = getattr(backend, "_workspace", None)
+    shared = getattr(metadata.plan, "decode", None)
+    kept = [workspace] if shared is None else list(vars(shared).values())
+    return sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+
+
 def make_backends(args: argparse.Namespace) -> dict[str, tuple[str, AttentionBackend]]:
     """Return the backends whose memory is measured, by name, with a title each."""
     if args.device == "cuda":
         from pageserve.attention.triton import TritonBackend
 
-        return {"triton": ("triton", TritonBackend())}
+        return {"triton": ("in place, triton", TritonBackend())}
     sizes = {
         "tile": ("in place, tiles of 3 MiB", None),
         "block": ("in place, by block", BLOCK_SIZE),
@@ -212,8 +222,7 @@ def run_memory(seq_len: int, args: argparse.Namespace) -> dict[str, Any]:
 
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(paged(), gather(), atol=tolerance, rtol=tolerance)
-        workspace = getattr(backend, "_workspace", None)
-        kept = 0 if workspace is None else workspace.nbytes
+        kept = kept_bytes(backend, metadata)
         timed = [synchronised(step, device) for step in (paged, gather)]
         paged_s, gather_s = measure(*timed, repeats=1, seconds=args.seconds / 4)
         row["paged"][name] = {"bytes": peak_bytes(paged, device) + kept, "us": paged_s * 1e6}
@@ -226,8 +235,7 @@ def synchronised(step: Callable[[], object], device: str) -> Callable[[int], obj
 
     def run(_: int) -> None:
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronise(device)
 
     return run
 
@@ -281,8 +289,11 @@ def main() -> None:
     args = parser.parse_args()
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    ceiling = copy_bandwidth(args.seconds)
-    print(f"copy bandwidth (read + write): {ceiling:.1f} GB/s, {torch.get_num_threads()} threads")
+    if args.device == "cuda":
+        ceiling = memory_bandwidth("cuda") / 1e9
+    else:
+        ceiling = copy_bandwidth(args.seconds)
+    print(f"copy bandwidth (read + write): {ceiling:.1f} GB/s")
     cases = [(b, 1, s) for s in (64, 512, 4096) for b in (1, 8, 24)]
     cases += [(1, 512, 512), (1, 2048, 2048)]
     if args.quick:

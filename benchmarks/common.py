@@ -7,6 +7,7 @@ import random
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -100,17 +101,45 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that this host reads from memory with all threads (best of five)."""
-    import time
-
+def memory_bandwidth(device: str) -> float:
+    """Bytes per second between a device and its memory: what all threads of this host read (best of
+    five), or what a large copy on the GPU reads and writes. Takes 8 GiB of the GPU meanwhile."""
+    if device == "cuda":
+        return _copy_bandwidth()
     data = torch.ones(128 * 2**20)
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
         data.sum()
         best = min(best, time.perf_counter() - start)
-    return data.numel() * data.element_size() / best
+    return data.nbytes / best
+
+
+def _copy_bandwidth() -> float:
+    source = torch.empty(2**30, dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    num_bytes = 5 * 2 * source.nbytes
+    del source, target
+    torch.cuda.empty_cache()
+    return num_bytes / (start.elapsed_time(end) / 1e3)
+
+
+def synchronise(device: str) -> None:
+    """Wait until a device has done all its work, so that a clock may be read."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def name_of(model: str) -> str:
+    """What a result calls a model: the last part of a path, which others do not have."""
+    return Path(model).name if Path(model).exists() else model
 
 
 def report(result: dict[str, Any], json_path: str | None) -> None:
@@ -123,9 +152,11 @@ def report(result: dict[str, Any], json_path: str | None) -> None:
 
 
 def _command() -> str:
-    """This process' command line as one would type it in the root of the repository."""
+    """This process' command line as one would type it in the root of the repository, without the
+    folders of this machine."""
     script = Path(sys.argv[0])
-    return shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
+    given = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
+    return shlex.join(["python", f"{script.parent.name}/{script.name}", *given])
 
 
 def _cpu_name() -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, percentile, report
+from common import machine, name_of, percentile, report
 from offline import run, workload
 
 from pageserve.llm import LLM
@@ -128,7 +128,7 @@ def main() -> None:
     report(
         {
             "benchmark": "gpu_profile",
-            "model": args.model,
+            "model": name_of(args.model),
             "machine": machine(),
             "options": options,
             "skip": args.skip,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import machine, read_bandwidth, report
+from common import machine, memory_bandwidth, name_of, report
 
 from pageserve.layers import linear as layers_linear
 from pageserve.llm import LLM
@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     options = {k: int(v) for k, v in (o.split("=") for o in args.option)}
     # Before the engine takes the memory.
-    bandwidth = _copy_bandwidth() if torch.cuda.is_available() else read_bandwidth()
+    bandwidth = memory_bandwidth("cuda" if torch.cuda.is_available() else "cpu")
     start = time.perf_counter()
     llm = LLM(model=args.model, dtype=args.dtype, **options)
     load_seconds = time.perf_counter() - start
@@ -103,7 +103,7 @@ def main() -> None:
     report(
         {
             "benchmark": "offline",
-            "model": args.model,
+            "model": name_of(args.model),
             "machine": machine(),
             "bandwidth_gb_s": bandwidth / 1e9,
             "weights_gb": weights / 1e9,
@@ -134,23 +134,6 @@ def _choices(llm: LLM) -> dict[str, Any]:
         "library_prefill_costs": dict(backend.library_costs),
         "prefill_ms": dict(backend.times),
     }
-
-
-def _copy_bandwidth() -> float:
-    """Bytes per second of a large device copy, reads plus writes."""
-    source = torch.empty(2**30, dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(5):
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-    num_bytes = 5 * 2 * source.numel() * source.element_size()
-    del source, target
-    torch.cuda.empty_cache()
-    return num_bytes / (start.elapsed_time(end) / 1e3)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,24 @@
 Plain streams decode alone, then with streams that write JSON under a schema, and, as the control,
 with as many more plain ones: a bigger batch costs something whatever is in it. Counted are the
 plain streams' tokens per second from the moment when all streams run. Runs in one process without
-HTTP; JSON as the last line.
+HTTP, on a GPU if there is one; JSON as the last line.
+
+What this does not show: the time to compile a grammar (it is in the JSON), HTTP, other schemas.
 
     python benchmarks/structured.py                       # the embedded model
-    python benchmarks/structured.py --model DIR --rounds 5
+    python benchmarks/structured.py --model DIR --budget 512 --rounds 5   # steps of a GPU are short
 """
 
 import argparse
 import itertools
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
-from common import chat_jobs, machine, report
+from common import chat_jobs, machine, name_of, report
 from llguidance import LLMatcher
+from plots import bars, figures
 
 from pageserve.llm import LLM
 from pageserve.messages import AddRequest
@@ -43,38 +47,47 @@ SETTINGS = ("plain", "with grammars", "with more plain")
 def measure(
     llm: LLM, prompts: list[list[int]], num_plain: int, budget: int, grammar: str | None
 ) -> dict[str, float]:
-    """Run ``num_plain`` streams of ``budget`` tokens; the other prompts join them, under
-    ``grammar`` if there is one, and go on as long as they do."""
+    """Run ``num_plain`` streams of ``budget`` tokens beside streams of the other prompts, under
+    ``grammar`` if there is one. Those begin first, as a grammar has to be compiled, which may take
+    longer than short answers, and go on as long as the plain ones do."""
     engine = llm.engine
     engine.scheduler.reset_prefix_cache()
     serial = next(_serial)
-    seen: dict[str, int] = {}
-    for i, prompt in enumerate(prompts):
-        joins = i >= num_plain
-        params = SamplingParams(
-            temperature=0 if not joins else 1.0,
-            seed=i,
-            max_tokens=budget + budget * joins,
-            ignore_eos=True,
-        )
-        name = f"{'joined' if joins else 'plain'}-{serial}-{i}"
-        request = AddRequest(name, prompt, params, time.monotonic())
-        request.grammar = grammar if joins else None
-        engine.add(request)
-        seen[name] = 0
-    start, counts, steps = 0.0, {"plain": 0, "joined": 0}, 0
+    seen: dict[str, int] = {}  # tokens of each stream
+    counts = {"plain": 0, "joined": 0}
     ended = False
-    while not ended:
-        outputs = engine.step()
-        for output in outputs:
+
+    def add(kind: str, first: int, some: list[list[int]], temperature: float, limit: int) -> None:
+        for i, prompt in enumerate(some, first):
+            params = SamplingParams(
+                temperature=temperature, seed=i, max_tokens=limit, ignore_eos=True
+            )
+            request = AddRequest(f"{kind}-{serial}-{i}", prompt, params, time.monotonic())
+            request.grammar = grammar if kind == "joined" else None
+            refused = engine.add(request)
+            assert not refused, refused[0].error
+            seen[request.request_id] = 0
+
+    def step() -> None:
+        nonlocal ended
+        for output in engine.step():
             kind, num_tokens = output.request_id.partition("-")[0], len(output.new_token_ids)
             assert output.error is None, output.error
             seen[output.request_id] += num_tokens
             counts[kind] += num_tokens
             ended |= output.finish_reason is not None
-        if not start and all(seen.values()):
-            start, counts, steps = time.perf_counter(), {"plain": 0, "joined": 0}, 0
-            first_step = engine.stats().steps_total
+
+    add("joined", num_plain, prompts[num_plain:], 1.0, 4 * budget)
+    while not all(seen.values()):
+        step()
+    add("plain", 0, prompts[:num_plain], 0.0, budget)
+    while not all(seen.values()):
+        step()
+    assert not ended, "the budget is too small for all to run together"
+    start, first_step = time.perf_counter(), engine.stats().steps_total
+    counts |= {"plain": 0, "joined": 0}
+    while not ended:
+        step()
     seconds = time.perf_counter() - start
     steps = engine.stats().steps_total - first_step
     engine.abort(list(seen))
@@ -91,6 +104,17 @@ def measure(
 _serial = itertools.count()
 
 
+def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
+    """Tokens of the plain streams and of those beside them, and steps, in each setting."""
+    with figures(path, ["Output tokens/s", "Steps/s"]) as (tokens, steps):
+        series = {
+            "plain streams": [rows[name]["plain_tokens_per_s"] for name in SETTINGS],
+            "beside them": [rows[name]["joined_tokens_per_s"] for name in SETTINGS],
+        }
+        bars(tokens, SETTINGS, series, number="{:.0f}")
+        bars(steps, SETTINGS, {"": [rows[name]["steps_per_s"] for name in SETTINGS]}, "{:.3g}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
@@ -99,12 +123,12 @@ def main() -> None:
     parser.add_argument("--joined", type=int, default=8, help="streams that join them")
     parser.add_argument("--budget", type=int, default=128, help="tokens of a plain stream")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
-    parser.add_argument("--json", help="also write the result to this file")
+    parser.add_argument("--json", help="write the result here, a picture beside it")
     args = parser.parse_args()
 
     count = args.plain + args.joined
     llm = LLM(
-        model=args.model, dtype=args.dtype, max_num_seqs=count, max_model_len=256 + 2 * args.budget
+        model=args.model, dtype=args.dtype, max_num_seqs=count, max_model_len=256 + 4 * args.budget
     )
     prompts = [job.prompt_token_ids for job in chat_jobs(llm.tokenizer, count, 1, 1)]
     cases: dict[str, tuple[list[list[int]], str | None]] = {
@@ -143,7 +167,10 @@ def main() -> None:
     stats = llm.engine.stats()
     facts: dict[str, Any] = {
         "benchmark": "structured",
-        "model": args.model,
+        "not_shown": "the time to compile a grammar; HTTP; other schemas",
+        "model": name_of(args.model),
+        "dtype": llm.engine.worker.config.model.dtype,
+        "device": llm.engine.ready.device,
         "machine": machine(),
         "plain": args.plain,
         "joined": args.joined,
@@ -153,6 +180,8 @@ def main() -> None:
         "loss_against_control": against_control,
         "compile_seconds": stats.grammar_compile_seconds_total,
     }
+    if args.json:
+        draw(rows, Path(args.json).with_suffix(""))
     report(facts, args.json)
 
 

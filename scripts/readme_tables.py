@@ -7,12 +7,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+EMBEDDED = "SmolLM2-135M-Instruct"
 MARKERS = re.compile(r"(<!-- tables -->\n).*?(<!-- /tables -->)", re.S)
 
 
@@ -35,18 +36,21 @@ def tables() -> str:
     parts = [throughput(_load("cpu_throughput")), serving(_load("cpu_serving"))]
     parts += [gpu_offline(), gpu_served(_load("gpu_served"))]
     parts += [table(_load(name)) for name, table in STUDIES.items() if _path(name).exists()]
+    parts += [verified_logits(), verified_tokens()]
     return "\n".join(parts)
 
 
 def throughput(result: dict[str, Any]) -> str:
-    """Hugging Face against pageserve on the CPU."""
+    """Hugging Face against pageserve."""
     rows, static = result["rows"], result["rows"][result["best_static"]]
     low, high = result["budgets"]
+    dtype = result.get("dtype", "float32")  # older results are of this, and of the embedded model
+    device = result["device"].replace("cuda", "gpu").upper()
     out = [
-        f"**CPU, float32, embedded model**: {result['requests']} chat requests at once, budgets "
-        f"{low}-{high} tokens, {_host(result)}. `python benchmarks/throughput.py`. Memory read "
-        f"{result['read_bandwidth_gb_s']:.0f} GB/s, so one stream cannot exceed "
-        f"{result['ceiling_single_tokens_per_s']:.0f} tokens/s.",
+        f"**{device}, {dtype}, {_model(result)}**: {result['requests']} chat requests at once, "
+        f"budgets {low}-{high} tokens, {_host(result)}. {_command(result)}. Memory gives "
+        f"{result['read_bandwidth_gb_s']:,.0f} GB/s, so one stream cannot exceed "
+        f"{result['ceiling_single_tokens_per_s']:,.0f} tokens/s.",
         "",
         "| | tokens/s | against static | TTFT p50 / p99 s | TPOT p50 ms | latency p99 s | steps "
         "| preemptions | peak blocks |",
@@ -56,21 +60,28 @@ def throughput(result: dict[str, Any]) -> str:
         if name.startswith("single"):
             continue
         ratio = r["tokens_per_s"] / static["tokens_per_s"]
-        tpot = f"{1e3 * r['tpot_p50']:.0f}" if "tpot_p50" in r else ""
+        tpot = _ms(1e3 * r["tpot_p50"]) if "tpot_p50" in r else ""
         out.append(
-            f"| {name} | {r['tokens_per_s']:.1f} | {ratio:.2f}x "
-            f"| {r['ttft_p50']:.2f} / {r['ttft_p99']:.2f} "
-            f"| {tpot} | {r['latency_p99']:.2f} "
+            f"| {name} | {r['tokens_per_s']:,.1f} | {ratio:.2f}x "
+            f"| {_seconds(r['ttft_p50'])} / {_seconds(r['ttft_p99'])} "
+            f"| {tpot} | {_seconds(r['latency_p99'])} "
             f"| {r.get('steps', '')} | {r.get('preemptions', '')} | {r.get('peak_blocks', '')} |"
         )
     single = rows["single: pageserve"]["tokens_per_s"]
+    equal = "The tokens of all runs are equal."
+    if not result["tokens_equal"]:
+        assert dtype != "float32", "the figures of unequal engines cannot be compared"
+        counts = ", ".join(f"{name} {count}" for name, count in result["equal"].items())
+        equal = (
+            f"In {dtype} near ties fall either way; of the {result['requests']} answers, these are "
+            f"sequential Hugging Face's: {counts}."
+        )
     out += [
         "",
-        f"One stream: {single:.1f} tokens/s against {rows['single: hf']['tokens_per_s']:.1f} of "
-        f"Hugging Face. The tokens of all runs are equal.{_picture_of(result['benchmark'])}",
+        f"One stream: {single:,.1f} tokens/s against {rows['single: hf']['tokens_per_s']:,.1f} of "
+        f"Hugging Face. {equal} ({_picture(result['file'])})",
         "",
     ]
-    assert result["tokens_equal"], "the figures of unequal engines cannot be compared"
     return "\n".join(out)
 
 
@@ -249,8 +260,7 @@ def prefix(result: dict[str, Any]) -> str:
     """What sharing a prefix saves."""
     out = [
         f"**Prefix sharing**: {result['requests']} prompts of {result['prompt_tokens']} tokens at "
-        f"once, embedded model, {_host(result)}. `python benchmarks/prefix.py`, "
-        f"{_picture('prefix')}.",
+        f"once, {_model(result)}, {_host(result)}. {_command(result)}, {_picture(result['file'])}.",
         "",
         "| common part of the prompt | peak blocks | against no sharing | TTFT p50 s | ratio |",
         "|---|---|---|---|---|",
@@ -259,8 +269,8 @@ def prefix(result: dict[str, Any]) -> str:
         on, off = row["sharing"], row["no_sharing"]
         out.append(
             f"| {share} % | {on['peak_blocks']:.0f} of {off['peak_blocks']:.0f} "
-            f"| {100 * row['blocks_saved']:.0f} % less | {on['ttft_p50']:.2f} against "
-            f"{off['ttft_p50']:.2f} | {row['ttft_p50_ratio']:.2f}x |"
+            f"| {100 * row['blocks_saved']:.0f} % less | {_seconds(on['ttft_p50'])} against "
+            f"{_seconds(off['ttft_p50'])} | {row['ttft_p50_ratio']:.2f}x |"
         )
     return "\n".join([*out, ""])
 
@@ -270,8 +280,8 @@ def attention(result: dict[str, Any]) -> str:
     rows = result["memory"]
     out = [
         "**Attention over blocks in place**, one decode row of the embedded model's shape, "
-        f"{_host(result)}: peak of temporary memory and time of a layer, against gathering the "
-        f"sequence first. `python benchmarks/attention.py`, {_picture('attention')}.",
+        f"{result['dtype']}, {_host(result)}: peak of temporary memory and time of a layer, "
+        f"against gathering the sequence first. {_command(result)}, {_picture(result['file'])}.",
         "",
         _row("tokens", (f"{r['seq_len']:,}" for r in rows)),
         "|---|" + "---|" * len(rows),
@@ -297,11 +307,32 @@ def _row(title: str, cells: Iterable[str]) -> str:
 
 def _host(result: dict[str, Any]) -> str:
     m = result["machine"]
-    return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, commit {m['commit']}"
+    host = m["gpu"] if "gpu" in m else f"{m['cpu']}, {m['cores']} cores"
+    return f"{host}, torch {m['torch']}, commit {m['commit']}"
+
+
+def _command(result: dict[str, Any]) -> str:
+    """The command that was run, but for where it left its result."""
+    return f"`{re.sub(r' --(json|plot) [^ ]+', '', result['machine']['command'])}`"
+
+
+def _model(result: dict[str, Any]) -> str:
+    model = result.get("model", EMBEDDED)
+    return "embedded model" if model.startswith(EMBEDDED) else model
+
+
+def _seconds(value: float) -> str:
+    """Two decimals, or two digits of what is shorter."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _ms(value: float) -> str:
+    """Three digits, and no fraction of what has them."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _load(name: str) -> dict[str, Any]:
-    return json.loads(_path(name).read_text())
+    return json.loads(_path(name).read_text()) | {"file": name}
 
 
 def http_load(result: dict[str, Any]) -> str:
@@ -310,9 +341,8 @@ def http_load(result: dict[str, Any]) -> str:
     slo = " and ".join(f"{k.upper()} {v:g} ms" for k, v in runs[0]["goodput"]["slo_ms"].items())
     out = [
         f"**Under load over HTTP**: {server['model']} on {_host(result)}, {runs[0]['requests']} "
-        f"requests a row, {_picture('cpu_http_load')}. `{result['machine']['command']}`. Goodput "
-        f"counts requests within {slo}; the client shares the cores, and TTFT counts from when a "
-        "request was due.",
+        f"requests a row, {_picture(result['file'])}. {_command(result)}. Goodput counts requests "
+        f"within {slo}; the client shares the machine, TTFT counts from when a request was due.",
         "",
         "| load | done | shed / failed | output tokens/s | goodput /s | within limits "
         "| TTFT p50 / p99 ms | TPOT p50 / p99 ms |",
@@ -325,10 +355,10 @@ def http_load(result: dict[str, Any]) -> str:
             name,
             f"{r['completed']} of {r['requests']}",
             f"{r['shed']} / {r['failed']}",
-            f"{r['output_tokens_per_s']:.1f}",
+            f"{r['output_tokens_per_s']:,.1f}",
             f"{r['goodput']['requests_per_s']:.2f}",
             f"{100 * r['goodput']['share']:.0f} %",
-            *(f"{r[x]['p50']:.0f} / {r[x]['p99']:.0f}" for x in ("ttft_ms", "tpot_ms")),
+            *(f"{_ms(r[x]['p50'])} / {_ms(r[x]['p99'])}" for x in ("ttft_ms", "tpot_ms")),
         ]
         out.append(f"| {' | '.join(cells)} |")
     return "\n".join([*out, ""])
@@ -342,7 +372,7 @@ def frontend(result: dict[str, Any]) -> str:
         f"{result['tokens_per_stream']} tokens from a scripted engine, set-up of the requests "
         f"included: {us['over_sockets']:.1f} µs with uvicorn and sockets, of which reading the "
         f"engine's streams is {us['engine_only']:.1f} µs and the application {us['api']:.1f} µs "
-        f"({_host(result)}). `{result['machine']['command']}`\n"
+        f"({_host(result)}). {_command(result)}\n"
     )
 
 
@@ -366,14 +396,102 @@ def llama_cpp(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def structured(result: dict[str, Any]) -> str:
+    """What streams under a grammar cost the plain ones."""
+    rows, loss = result["rows"], result["loss"]
+    out = [
+        f"**Streams that write JSON under a schema**, beside {result['plain']} plain ones, "
+        f"{result['joined']} of them or as many plain ones more, {_model(result)}, "
+        f"{_host(result)}. {_command(result)}, {_picture(result['file'])}.",
+        "",
+        "| beside | plain streams, tokens/s | lost | those beside them, tokens/s | steps/s |",
+        "|---|---|---|---|---|",
+    ]
+    titles = {"plain": "none", "with more plain": "plain", "with grammars": "under a schema"}
+    for name, title in titles.items():
+        r = rows[name]
+        lost = f"{100 * loss[name]:.1f} %" if name in loss else ""
+        cells = (f"{r[f'{kind}_per_s']:,.0f}" for kind in ("plain_tokens", "joined_tokens"))
+        plain, joined = cells
+        out.append(_row(title, (plain, lost, joined, f"{r['steps_per_s']:,.1f}")))
+    return "\n".join([*out, ""])
+
+
+def verified_logits() -> str:
+    """Logits against transformers, one row per result and type."""
+    out = [
+        "**Logits against transformers**, every position of 13 prompts, run whole and in pieces "
+        "(the worse of both). Differences are in units of the logits' standard deviation, in 16 "
+        "bits from float32 on the same weights, beside transformers' own. "
+        "`python scripts/verify_model.py`",
+        "",
+        "| model | device | type | positions | largest difference | mean | transformers' mean "
+        "| other best token | of these near ties | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result, run in _verified("verify_model"):
+        ways = [c for name, c in run["all"].items() if name != "transformers"]
+        other = max(c["positions"] - c["same_top1"] for c in ways)
+        ties = max(c["near_ties"] for c in ways)
+        theirs = run["all"].get("transformers")
+        cells = [
+            _device(result),
+            run["dtype"],
+            f"{ways[0]['positions']:,}",
+            f"{max(c['max_diff'] for c in ways):.2g}",
+            f"{max(c['mean_diff'] for c in ways):.2g}",
+            f"{theirs['mean_diff']:.2g}" if theirs else "",
+            str(other),
+            str(ties),
+            result["machine"]["commit"],
+        ]
+        out.append(_row(_model(result), cells))
+    return "\n".join([*out, ""])
+
+
+def verified_tokens() -> str:
+    """Greedy tokens of the whole engine against generate, one row per result and type."""
+    out = [
+        "**Greedy tokens of the whole engine against `generate`**: batch and block sizes, chunks, "
+        "prefix cache, overlap, preemption, on a GPU also without graphs and on the other backend. "
+        "Equal: prompts with all of the reference's tokens, in the worst variant; others depart at "
+        "near ties. `python scripts/verify_end_to_end.py`",
+        "",
+        "| model | device | type | variants | prompts x tokens | equal | widest tie that fell "
+        "otherwise | bound | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result, run in _verified("verify_end_to_end"):
+        rows = run["rows"]
+        cells = [
+            _device(result),
+            run["dtype"],
+            str(len(rows)),
+            f"{run['prompts']} x {run['max_tokens']}",
+            str(min(r["equal"] for r in rows)),
+            f"{max(r['widest'] for r in rows):.2g}",
+            f"{run['bound']:.2g}",
+            result["machine"]["commit"],
+        ]
+        out.append(_row(_model(result), cells))
+    return "\n".join([*out, ""])
+
+
+def _verified(command: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each run of a verification command with its result."""
+    for path in sorted(RESULTS.glob(f"*_{command}*.json")):
+        result = _load(path.stem)
+        for run in result["runs"]:
+            assert run["passed"], f"{path.name}: a failed verification proves nothing"
+            yield result, run
+
+
+def _device(result: dict[str, Any]) -> str:
+    return result["machine"]["gpu"] if result["device"] == "cuda" else "CPU"
+
+
 def _path(name: str) -> Path:
     return RESULTS / f"{name}.json"
-
-
-def _picture_of(benchmark: str) -> str:
-    """A link to the CPU run's picture, for results that are older than pictures: none."""
-    name = f"cpu_{benchmark}"
-    return f" ({_picture(name)})" if (RESULTS / f"{name}.svg").exists() else ""
 
 
 def _picture(name: str, text: str = "picture") -> str:
@@ -383,6 +501,8 @@ def _picture(name: str, text: str = "picture") -> str:
 
 # Studies whose result is committed, in the order of the README.
 STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "gpu_throughput": throughput,
+    "gpu_http_load": http_load,
     "gpu_against_vllm": against_vllm,
     "gpu_kernels": kernels,
     "capacity": capacity,
@@ -392,7 +512,11 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cpu_http_load": http_load,
     "cpu_llama_cpp": llama_cpp,
     "attention": attention,
+    "gpu_attention": attention,
     "prefix": prefix,
+    "gpu_prefix": prefix,
+    "cpu_structured": structured,
+    "gpu_structured": structured,
 }
 
 

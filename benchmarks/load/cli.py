@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import machine, report
+from common import machine, name_of, report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -51,6 +51,7 @@ def main(doc: str | None, argv: Sequence[str] | None = None) -> int:
         draw(Path(args.plot), [label(r["load"]) for r in runs], runs, everything)
     result = {
         "benchmark": "http_load",
+        "not_shown": "a client on another machine; answer quality; prefix hits of real prompts",
         "machine": machine(),
         "server": server,
         "workload": {"prompts": args.workload, "as": "text" if server["text"] else "token ids"},
@@ -165,7 +166,7 @@ def find_server(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
     facts = {
         "software": answer.headers.get("server", "unknown"),
         "version": version.json().get("version") if version.status_code == 200 else None,
-        "model": model,
+        "model": name_of(model),
         "endpoint": args.endpoint,
         "text": sends_text,
     }

@@ -1,14 +1,23 @@
 """Throughput, prefix sharing and attention memory: the logic, on small models and made-up times."""
 
 import argparse
+import contextlib
 
 import attention
 import pytest
+import structured
 import torch
 from common import Job
 from prefix import SHARES, draw, prompts_with_common_part, study
 from runs import Run, run_pageserve
-from throughput import run_continuous, run_sequential, run_static, summarise, warm_up
+from throughput import (
+    run_continuous,
+    run_sequential,
+    run_static,
+    summarise,
+    transformers_model,
+    warm_up,
+)
 from transformers import LlamaForCausalLM
 
 from pageserve.llm import LLM
@@ -60,7 +69,7 @@ def test_prompts_share_exactly_the_given_part():
 
 
 def test_sharing_saves_blocks(llm, tmp_path):
-    args = argparse.Namespace(requests=4, prompt=64, output=2, repeat=1)
+    args = argparse.Namespace(requests=4, prompt=64, output=2, repeat=1, dtype="float32")
     rows = study(llm, args)
     assert list(rows) == [str(s) for s in SHARES]
     saved = [row["blocks_saved"] for row in rows.values()]
@@ -90,8 +99,10 @@ def test_ratios_are_against_the_best_static_batch():
 
 
 def test_unequal_tokens_in_any_run_are_told():
-    assert not summarise(runs(equal=False), 4.0)["tokens_equal"]
-    assert summarise(runs(), 4.0)["tokens_equal"]
+    unequal = summarise(runs(equal=False), 4.0)
+    assert not unequal["tokens_equal"] and unequal["equal"]["pageserve"] == 0
+    equal = summarise(runs(), 4.0)
+    assert equal["tokens_equal"] and set(equal["equal"].values()) == {1}
 
 
 def test_only_transformers_continuous_batching_may_be_skipped():
@@ -119,6 +130,48 @@ def test_the_reference_engines_agree(tiny_checkpoint):
     assert all(0 < first <= last <= continuous.seconds for first, last in times)
 
 
+def test_a_stuck_peer_is_given_up(monkeypatch):
+    """Its thread may live on and bring nothing; that may not hold up everything else."""
+
+    class Stuck:
+        device = torch.device("cpu")
+
+        def continuous_batching_context_manager(self, **options):
+            return contextlib.nullcontext(self)
+
+        def add_request(self, *args, **options):
+            return "id"
+
+        def get_result(self, timeout):
+            return None
+
+        def is_running(self):
+            return True
+
+    monkeypatch.setattr("throughput.PATIENCE", 0.01)
+    with pytest.raises(RuntimeError, match="no token for"):
+        run_continuous(Stuck(), [Job([1], 1)], 1)
+
+
+def test_a_directory_and_16_bits_are_taken_too(tiny_checkpoint):
+    path = tiny_checkpoint("qwen2")
+    model = transformers_model(path, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for n, b in model.named_buffers() if "inv_freq" in n} == {torch.float32}
+
+
+def test_scratch_that_outlives_a_call_is_counted():
+    from pageserve.attention.triton import StepPlan
+    from pageserve.kernels.paged_attention import DecodePlan
+
+    tile = attention.TorchBlockwiseBackend(4, 2, 16, 16, torch.float32, tile_tokens=16)
+    inputs = (torch.tensor([0, 1]), torch.tensor([5]), torch.tensor([[0]]), torch.empty(0), 1, 5)
+    assert attention.kept_bytes(tile, tile.build_metadata(*inputs)) == 2 * 16 * 2 * 16 * 4
+    plan = StepPlan(None, decode=DecodePlan(*torch.zeros(5, 7, dtype=torch.int32), block_n=32))
+    metadata = attention.AttentionMetadata(*inputs, plan=plan)
+    assert attention.kept_bytes(object(), metadata) == 5 * 7 * 4
+
+
 def test_the_meter_sees_a_temporary():
     def step():
         return torch.ones(1000).add(1).sum()  # two of 4,000 bytes at once
@@ -135,3 +188,29 @@ def test_memory_of_a_gather_grows_and_in_place_does_not():
     assert long["gather_bytes"] > 6 * short["gather_bytes"]
     assert long["paged"]["block"]["bytes"] < 1.2 * short["paged"]["block"]["bytes"]
     assert long["gather_bytes"] > 20 * long["paged"]["block"]["bytes"]
+
+
+def test_streams_are_counted_while_all_of_them_run(tiny_checkpoint):
+    """A plain stream gets a token in every step, whoever joins it; those that join have twice the
+    budget and end no earlier."""
+    llm = LLM(model=str(tiny_checkpoint("llama")), dtype="float32", max_model_len=128)
+    prompts = [[1 + i, 2, 3] for i in range(5)]
+    alone = structured.measure(llm, prompts[:3], num_plain=3, budget=8, grammar=None)
+    assert alone["joined_tokens_per_s"] == 0 and alone["plain_tokens_per_step"] == 1
+    both = structured.measure(llm, prompts, num_plain=3, budget=8, grammar=structured.GRAMMAR)
+    assert both["plain_tokens_per_step"] == 1
+    assert both["joined_tokens_per_s"] == pytest.approx(both["plain_tokens_per_s"] * 2 / 3)
+    assert not llm.engine.has_work()
+
+
+def test_a_loss_is_the_median_of_paired_rounds(tmp_path):
+    """A slow minute hits both of a pair, and one disturbed pair does not count."""
+
+    def turn(plain, beside):
+        return {"plain": {"plain_tokens_per_s": plain}, "x": {"plain_tokens_per_s": beside}}
+
+    rounds = [turn(100, 80), turn(10, 8), turn(100, 1)]
+    assert structured._loss(rounds, "plain", "x") == pytest.approx(0.2)
+    names = ("plain_tokens_per_s", "joined_tokens_per_s", "steps_per_s")
+    structured.draw({s: dict.fromkeys(names, 1.0) for s in structured.SETTINGS}, tmp_path / "s")
+    assert (tmp_path / "s.svg").exists()
