@@ -113,7 +113,7 @@ def _statistics_kernel(
     temperature_ptr,  # [B], read if SCALED
     maxima_ptr,  # [B, S]: the chunk's maximum, NaN if it holds one
     best_ptr,  # [B, S] int32
-    sums_ptr,  # [B, S]
+    sums_ptr,  # [B, S], written if SUMS
     group_maxima_ptr,  # [B, S * CHUNK / GROUP], written if SCALED
     seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
     slots_ptr,  # [B]
@@ -123,6 +123,7 @@ def _statistics_kernel(
     V,
     S,
     SCALED: tl.constexpr,
+    SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     PENALISED: tl.constexpr,
     PDL: tl.constexpr,
@@ -148,11 +149,12 @@ def _statistics_kernel(
     hit = (x == best) & (x > float("-inf"))
     best_id = tl.min(tl.min(tl.where(hit, ids, V), 1), 0)
     has_nan = tl.sum(tl.sum((x != x).to(tl.int32), 1), 0) > 0
-    safe_best = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.sum(tl.exp(x - safe_best), 1), 0)
     tl.store(maxima_ptr + row * S + chunk, tl.where(has_nan, float("nan"), best))
     tl.store(best_ptr + row * S + chunk, best_id)
-    tl.store(sums_ptr + row * S + chunk, total)
+    if SUMS:
+        safe_best = tl.where(best == float("-inf"), 0.0, best)
+        total = tl.sum(tl.sum(tl.exp(x - safe_best), 1), 0)
+        tl.store(sums_ptr + row * S + chunk, total)
 
 
 @triton.jit
@@ -625,13 +627,14 @@ def _penalty_arguments(
 
 class _Statistics:
     """The first stage's results for ``logits`` [B, V], penalised and scaled by ``temperature`` [B]
-    where given."""
+    where given. Without ``sums`` those of the exponentials are left out."""
 
     def __init__(
         self,
         logits: torch.Tensor,
         temperature: torch.Tensor | None = None,
         penalties: RepetitionPenalties | None = None,
+        sums: bool = True,
     ) -> None:
         rows, self.vocab = logits.shape
         # Fixed by the vocabulary alone, so a row's sums do not depend on the batch around it.
@@ -661,6 +664,7 @@ class _Statistics:
             self.vocab,
             self.splits,
             SCALED=temperature is not None,
+            SUMS=sums,
             CHUNK=self.chunk,
             **flag,
             num_warps=8 if self.chunk >= 4096 else 4,
@@ -720,7 +724,7 @@ def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
     sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return sampled
-    stats = _Statistics(logits)
+    stats = _Statistics(logits, sums=False)
     launch(
         _greedy_kernel,
         (rows,),
