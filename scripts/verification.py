@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from common import QUESTIONS, SYSTEM, machine, report
+from common import QUESTIONS, SYSTEM, machine, name_of, report
 
 from pageserve import __version__
 from pageserve.config import DEMO_MODEL
@@ -202,8 +202,8 @@ def finish(name: str, args: argparse.Namespace, device: str, runs: list[dict[str
     print("passed" if passed else "FAILED")
     result = {
         "benchmark": name,
-        "model": args.model,
-        "reference": args.reference or args.model,
+        "model": name_of(args.model),
+        "reference": name_of(args.reference or args.model),
         "device": device,
         "machine": machine() | _versions(),
         "passed": passed,

@@ -48,6 +48,7 @@ def test_right_logits_pass(tiny_checkpoint, tmp_path, capsys):
         assert {row["way"] for row in found["prompts"]} == {"whole", "in pieces"}
         assert found["all"]["whole"]["max_diff"] > 0
     assert {"commit", "torch", "transformers", "cpu"} <= result["machine"].keys()
+    assert "/" not in result["model"]  # a name, not a folder of this machine
     assert "random 200" in capsys.readouterr().out
 
 
