@@ -60,7 +60,8 @@ class Job:
 
 def chat_jobs(tokenizer: Any, count: int, low: int, high: int, turn: int = 0) -> list[Job]:
     """``count`` chat prompts that share a system message, with budgets uniform in [low, high];
-    another ``turn`` has other questions and the same budgets."""
+    another ``turn`` has other questions and the same budgets. Models without a chat template get
+    the same as plain text."""
     from pageserve.api.chat import render_chat
 
     rng = random.Random(0)
@@ -73,7 +74,10 @@ def chat_jobs(tokenizer: Any, count: int, low: int, high: int, turn: int = 0) ->
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": question},
         ]
-        ids = tokenizer.encode(render_chat(tokenizer, messages), add_special_tokens=False)
+        if tokenizer.chat_template is None:
+            ids = tokenizer.encode(f"{SYSTEM}\n\n{question}\n", add_special_tokens=True)
+        else:
+            ids = tokenizer.encode(render_chat(tokenizer, messages), add_special_tokens=False)
         jobs.append(Job(ids, rng.randint(low, high)))
     return jobs
 

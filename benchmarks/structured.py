@@ -128,7 +128,7 @@ def main() -> None:
 
     count = args.plain + args.joined
     llm = LLM(
-        model=args.model, dtype=args.dtype, max_num_seqs=count, max_model_len=256 + 4 * args.budget
+        model=args.model, dtype=args.dtype, max_num_seqs=count, max_model_len=512 + 4 * args.budget
     )
     prompts = [job.prompt_token_ids for job in chat_jobs(llm.tokenizer, count, 1, 1)]
     cases: dict[str, tuple[list[list[int]], str | None]] = {

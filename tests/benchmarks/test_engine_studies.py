@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
+import copy
 
 import attention
 import pytest
 import structured
 import torch
-from common import Job
+from common import Job, chat_jobs
 from prefix import SHARES, draw, prompts_with_common_part, study
 from runs import Run, run_pageserve
 from throughput import (
@@ -201,6 +202,16 @@ def test_streams_are_counted_while_all_of_them_run(tiny_checkpoint):
     assert both["plain_tokens_per_step"] == 1
     assert both["joined_tokens_per_s"] == pytest.approx(both["plain_tokens_per_s"] * 2 / 3)
     assert not llm.engine.has_work()
+
+
+def test_prompts_of_a_model_without_a_chat_template_share_their_beginning(llm):
+    plain = [job.prompt_token_ids for job in chat_jobs(llm.tokenizer, 2, 1, 1)]
+    tokenizer = copy.copy(llm.tokenizer)
+    tokenizer.chat_templates = {}
+    bare = [job.prompt_token_ids for job in chat_jobs(tokenizer, 2, 1, 1)]
+    assert bare != plain
+    for first, second in (plain, bare):
+        assert first != second and first[:50] == second[:50]
 
 
 def test_a_loss_is_the_median_of_paired_rounds(tmp_path):
