@@ -129,6 +129,10 @@ class Fanout:
         copies = self.n if self.greedy else 1
         return range(sequence * copies, (sequence + 1) * copies)
 
+    def copies_of(self, choice: int) -> range:
+        """Return the choices that the sequence of this one feeds, itself among them."""
+        return self.choices_of(choice // self.n if self.greedy else choice)
+
     def select(self, outcomes: Sequence[Choice]) -> list[Choice]:
         """Return the choices of the reply, the best of each prompt first if there are more
         sequences than choices."""

@@ -271,8 +271,9 @@ class ChunkEncoder:
         if not self._opened:
             self._opened = True
             if self._reply.shape.role is not None:
-                silent = index if isinstance(output, ChatOutput) and output.begins_call else None
-                events += [self._role(i, i == silent) for i in range(self._num_choices)]
+                begins_call = isinstance(output, ChatOutput) and output.begins_call
+                silent = self._reply.fanout.copies_of(index) if begins_call else ()
+                events += [self._role(i, i in silent) for i in range(self._num_choices)]
         if not self._echoed[index]:
             self._echoed[index] = True
             events.append(self._echo(index))

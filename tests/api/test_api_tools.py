@@ -348,6 +348,12 @@ def test_every_call_of_every_choice_has_an_id_of_its_own(qwen, stream):
     assert all(re.fullmatch(r"call_[0-9A-Za-z]{24}", i) for i in ids)
 
 
+def test_copies_of_a_call_begin_alike(qwen):
+    response = qwen(call_text()).chat(tools=TOOLS, n=3, temperature=0, stream=True)
+    roles = [c["choices"][0]["delta"] for c in events_of(response.text)[:3]]
+    assert roles == [{"role": "assistant", "content": None}] * 3
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 5, 8, 1000])
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_split_anywhere(qwen, tokens_per_step, as_bytes):
