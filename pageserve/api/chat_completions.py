@@ -66,20 +66,22 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
     template = request.chat_template
     if template is None:
         template = tokenizer.get_chat_template(tools=True)
-    messages, tools = prepare_messages(template or "", messages, tools)
-    try:
-        return render_chat(
-            tokenizer,
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            chat_template=request.chat_template,
-            chat_template_kwargs=kwargs,
-        )
-    except TemplateError as error:
-        raise template_failed(error) from None
+    failures = []
+    for shown_messages, shown_tools in prepare_messages(template or "", messages, tools):
+        try:
+            return render_chat(
+                tokenizer,
+                shown_messages,
+                tools=shown_tools,
+                documents=documents,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template=request.chat_template,
+                chat_template_kwargs=kwargs,
+            )
+        except TemplateError as error:
+            failures.append(error)
+    raise template_failed(failures[-1])
 
 
 def template_failed(error: TemplateError) -> APIError:

@@ -116,16 +116,22 @@ def tool_sampling(
     context: ServingContext, request: ChatCompletionRequest, params: SamplingParams
 ) -> SamplingParams:
     """Return the parameters with what the tools of a request change: the opening tag is banned if
-    no tool may be called, and is text, though it may be a special token, if one may."""
+    no tool may be called, and is text, though it may be a special token, if one may. Tokens that
+    open calls of another form are banned in any case."""
     tokenizer = context.loaded_tokenizer
     if not request.tools:
         return params
-    token_id = tokenizer.token_id(tools.OPEN)
     replace = msgspec.structs.replace
-    if request.tool_use.mode != "none":
-        hidden = token_id in tokenizer.special_ids
-        return replace(params, skip_special_tokens=params.skip_special_tokens and not hidden)
-    if token_id is not None:
-        return replace(params, logit_bias={**(params.logit_bias or {}), token_id: -100.0})
-    words = [*(params.bad_words_token_ids or []), tokenizer.encode(tools.OPEN, False)]
-    return replace(params, bad_words_token_ids=words)
+    forbidden = request.tool_use.mode == "none"
+    tags = (*tools.FOREIGN, tools.OPEN) if forbidden else tools.FOREIGN
+    banned = [i for tag in tags if (i := tokenizer.token_id(tag)) is not None]
+    if banned:
+        bias = (params.logit_bias or {}) | dict.fromkeys(banned, -100.0)
+        params = replace(params, logit_bias=bias)
+    token_id = tokenizer.token_id(tools.OPEN)
+    if forbidden and token_id is None:
+        words = [*(params.bad_words_token_ids or []), tokenizer.encode(tools.OPEN, False)]
+        return replace(params, bad_words_token_ids=words)
+    if not forbidden and token_id in tokenizer.special_ids:
+        return replace(params, skip_special_tokens=False)
+    return params

@@ -3,6 +3,7 @@
 Calls are ``<tool_call>`` blocks as Hermes and Qwen write them. A template that reads ``tools`` and
 writes these blocks is used as it is. Any other (it knows no tools, or writes calls in another way)
 gets the tools as system text in Qwen's words, and past calls and results as text of the same form.
+Where it takes no system message, the text stands before the first message of the user.
 """
 
 import json
@@ -15,6 +16,8 @@ from pageserve.api.template import names_in
 from pageserve.api.tool_protocol import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# Special tokens that open calls in the forms of Llama and Mistral, which nobody asks for here.
+FOREIGN = ("<|python_tag|>", "[TOOL_CALLS]")
 
 _INSTRUCTIONS = """# Tools
 
@@ -42,28 +45,31 @@ def template_has_tools(source: str) -> bool:
     )
 
 
+Shown = tuple[Sequence[Mapping[str, Any]], Sequence[Tool] | None]
+
+
 def prepare_messages(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[Tool] | None]:
-    """Return the messages and tools to give to a chat template."""
+) -> list[Shown]:
+    """Return the messages and tools to give to a chat template, and others to try if it refuses
+    them."""
     if template_has_tools(template):
-        return messages, tools
+        return [(messages, tools)]
     messages = _rewrite(messages)
-    if tools:
-        text = _INSTRUCTIONS % "\n".join(json.dumps(t, ensure_ascii=False) for t in tools)
-        messages = _with_system_text(messages, text)
-    return messages, None
-
-
-def _with_system_text(messages: list[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    first = messages[0]
-    if first["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": text}, *messages]
+    if not tools:
+        return [(messages, None)]
+    text = _INSTRUCTIONS % "\n".join(json.dumps(t, ensure_ascii=False) for t in tools)
+    first, *rest = messages
     content = first["content"]
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    parts = [*content, {"type": "text", "text": "\n" + text}]
-    return [{**first, "content": parts}, *messages[1:]]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if first["role"] in ("system", "developer"):
+        extended = {**first, "content": [*parts, {"type": "text", "text": "\n" + text}]}
+        return [([extended, *rest], None)]
+    shown: list[Shown] = [([{"role": "system", "content": text}, *messages], None)]
+    if first["role"] == "user":
+        extended = {**first, "content": [{"type": "text", "text": text + "\n"}, *parts]}
+        shown.append(([extended, *rest], None))
+    return shown
 
 
 def _rewrite(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
