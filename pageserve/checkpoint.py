@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from pageserve.utils import cdiv
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -176,7 +178,7 @@ class _GGUFParser:
         metadata = {self.string(): self.value(self.scalar("I")) for _ in range(num_entries)}
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
-        start = -(-self.offset // alignment) * alignment
+        start = cdiv(self.offset, alignment) * alignment
         tensors = {place[0]: self.tensor(*place, start) for place in places}
         return GGUFHeader(metadata, tensors)
 

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pageserve.checkpoint import ModelError, read_gguf_header, read_json
+from pageserve.utils import cdiv
 
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 FIM_TOKENS = (  # what stands before the prefix, the suffix and the middle
@@ -209,7 +210,7 @@ class Tokenizer:
         if self._vanishing is None:
             return 0
         text = unicodedata.normalize("NFC", text).translate(self._vanishing)
-        return -(-len(text) // self.max_token_chars)
+        return cdiv(len(text), self.max_token_chars)
 
 
 def _decode_tables(token_bytes: list[bytes | None], hidden: frozenset[int]) -> DecodeTables:

@@ -90,8 +90,8 @@ class Budget:
     """How much work schemas may make, since few bytes can ask for a lot of it. Schemas of one
     request share one."""
 
-    def __init__(self, work: int = MAX_WORK) -> None:
-        self._left = work
+    def __init__(self) -> None:
+        self._left = MAX_WORK
 
     def spend(self, work: int) -> None:
         """Take work off; raises :class:`SchemaError` if there is less left."""

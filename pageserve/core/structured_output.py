@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
+from pageserve.utils import cdiv
+
 CACHE_SIZE = 256  # compiled grammars kept
 COMPILE_THREADS = 1
 MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -125,7 +127,7 @@ class StructuredOutputManager:
         self.num_masks = 0
         self.compile_seconds = 0.0
         self._compile = compile
-        self._mask_size = -(-vocab_size // 32) * 4
+        self._mask_size = cdiv(vocab_size, 32) * 4
         self._end_bits = sum(1 << i for i in set(eos_token_ids) if i < vocab_size)
         self._vocab_bits = (1 << vocab_size) - 1
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()

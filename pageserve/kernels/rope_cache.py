@@ -8,7 +8,7 @@ from pageserve.kernels.launch import check, launch, pdl_options, pdl_wait
 
 
 @triton.jit
-def rotate_heads(
+def _rotate_heads(
     x_ptr,  # [heads, HEAD_DIM] of one token
     heads,  # [N] head indices: q heads, then k heads, then v heads
     mask,  # [N]
@@ -87,7 +87,7 @@ def _rope_and_cache_kernel(
     angles = cos_sin_ptr + position * HEAD_DIM + d
     cos = tl.load(angles, mask=d < HALF, other=0.0)
     sin = tl.load(angles + HALF, mask=d < HALF, other=0.0)
-    low, high = rotate_heads(
+    low, high = _rotate_heads(
         qkv_ptr + token * qkv_stride, heads, mask, cos, sin, q_norm_ptr, k_norm_ptr,
         num_heads, num_kv_heads, eps, NORM, HEAD_DIM, HALF_PAD,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pageserve.messages import ScheduledRow
+from pageserve.utils import cdiv
 from pageserve.worker.request_states import RequestStates, to_device
 
 
@@ -60,7 +61,7 @@ class InputBatch:
             positions=token_positions,
             query_start_loc=query_start_loc,
             seq_lens=row_part[2].to(torch.int32),
-            block_table=states.block_table[row_part[0], : -(-max_seq_len // block_size)],
+            block_table=states.block_table[row_part[0], : cdiv(max_seq_len, block_size)],
             slot_mapping=blocks * block_size + token_positions % block_size,
             max_query_len=int(scheduled.max()),
             max_seq_len=max_seq_len,
