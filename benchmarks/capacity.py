@@ -15,6 +15,10 @@ What this does not show: speed. Small blocks cost attention kernels bandwidth, a
 help only as far as the device has compute for them. Prompts here are short, as the gain falls with
 the share of the prompt in a sequence: --prompt 32 96 shows by how much. Prefix sharing is off.
 
+Admission leaves a block free for each running sequence, so that it causes no preemption in the next
+steps. Where sequences are a few blocks long that is much of the pool, and blocks of 16 hold no more
+than reservation does: LOG.md says what other rules would give and cost.
+
     python benchmarks/capacity.py [--slots 16384] [--load 20] [--prompt 8 40] [--json FILE]
 """
 
