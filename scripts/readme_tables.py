@@ -192,9 +192,9 @@ def capacity(result: dict[str, Any]) -> str:
         "with blocks on demand against reservation of prompt + max_tokens, and slots left empty in "
         "allocated blocks. Simulated with the real scheduler, no model. "
         f"`python benchmarks/capacity.py`, {_picture('capacity')}. Blocks of {best} are the "
-        "largest to waste less than 4 % in both; 16 is the default for the kernels' sake. Admission "
-        "leaves a block free for each running sequence, which costs most where sequences are but a "
-        "few blocks long: [LOG.md](benchmarks/LOG.md) says what other rules cost.",
+        "largest to waste less than 4 % in both; 16 is the default for the kernels' sake. "
+        "Admission leaves a block free for each running sequence, which costs most where sequences "
+        "are but a few blocks long: [LOG.md](benchmarks/LOG.md) says what other rules cost.",
         "",
         "| budget / mean output | reserved | " + " | ".join(f"blocks of {s}" for s in sizes) + " |",
         "|---|---|" + "---|" * len(sizes),
