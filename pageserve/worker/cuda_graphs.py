@@ -37,6 +37,7 @@ from pageserve.messages import NewRequestData, ScheduledRow, SchedulerOutput
 from pageserve.models.decoder import DecoderForCausalLM
 from pageserve.utils import cdiv
 from pageserve.worker.request_states import RequestStates, to_device
+from pageserve.worker.sampling_metadata import token_bits
 
 STAGES = 3  # host buffers in turn: two steps may be in flight while a third is prepared
 MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch kernel by kernel
@@ -391,6 +392,7 @@ class _SamplingTable:
         self.floats = torch.zeros(4, max_num_seqs, device=device)
         self.ints = torch.zeros(2, max_num_seqs, dtype=torch.int32, device=device)  # top_k, prompt
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.vocab_limit = vocab_limit
         # A bit for every token of a slot, right where the request has a repetition penalty.
         words = cdiv(vocab_limit, 32)
         self.seen = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
@@ -410,8 +412,8 @@ class _SamplingTable:
             self._ends.pop(new.slot, None)
             if penalised:
                 self._ends[new.slot] = 0
-                bits = to_device(torch.from_numpy(self._bits(new.token_ids)), self.seen.device)
-                self.seen[new.slot] = bits
+                bits = token_bits(new.token_ids, self.vocab_limit)
+                self.seen[new.slot] = to_device(torch.from_numpy(bits), self.seen.device)
         params = [n.sampling_params for n in new_requests]
         slots = torch.tensor([n.slot for n in new_requests])
         floats = torch.tensor(
@@ -428,13 +430,6 @@ class _SamplingTable:
         self.floats[:, slots] = floats.t()
         self.ints[:, slots] = ints.t()
         self.seeds[slots] = seeds
-
-    def _bits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Return the row of ``seen`` that has exactly these tokens."""
-        seen = np.zeros(self.seen.shape[1] * 32, dtype=bool)
-        ids = np.asarray(token_ids)
-        seen[ids[ids < len(seen)]] = True
-        return np.packbits(seen, bitorder="little").view("<i4")
 
     def follow(self, rows: Sequence[ScheduledRow], token_ids: torch.Tensor) -> None:
         """Before a step: forget the tokens that were sampled and then dropped (a grammar came into

@@ -105,7 +105,9 @@ class ModelRunner:
         self.vocab_limit = vocab_limit
         self.eos_token_ids = eos_token_ids
         self.device = kv_cache.device
-        self.states = RequestStates(max_num_seqs, max_model_len, kv_cache.shape[4], self.device)
+        self.states = RequestStates(
+            max_num_seqs, max_model_len, kv_cache.shape[4], vocab_limit, self.device
+        )
         self.timed = timed
         self.sampler = Sampler()
         self.graphs: CUDAGraphRunner | None = None  # set by the worker where Triton kernels run

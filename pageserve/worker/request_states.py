@@ -12,19 +12,26 @@ import torch
 
 from pageserve.messages import NewRequestData, SchedulerOutput
 from pageserve.sampling_params import SamplingParams
-from pageserve.worker.sampling_metadata import RowSampling
+from pageserve.utils import cdiv
+from pageserve.worker.sampling_metadata import RowSampling, token_bits
 
 
 class RequestStates:
     """Token ids, block tables and sampling parameters of up to ``max_num_seqs`` requests."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_limit: int,
+        device: torch.device,
     ) -> None:
         self.device = device
+        self.vocab_limit = vocab_limit
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.max_blocks = -(-max_model_len // block_size)
+        self.max_blocks = cdiv(max_model_len, block_size)
         # One column more than the context: the token after the last position has a place too.
         self.token_ids = torch.zeros(
             max_num_seqs, max_model_len + 1, dtype=torch.int32, device=device
@@ -35,6 +42,7 @@ class RequestStates:
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[NewRequestData | None] = [None] * max_num_seqs
+        self.allowed: dict[int, np.ndarray] = {}  # slots with an allow-list → its bitmask
         self.scoring_slots: set[int] = set()  # whose requests want log probabilities of the prompt
 
     def apply(self, step: SchedulerOutput, kv_cache: torch.Tensor) -> None:
@@ -46,6 +54,10 @@ class RequestStates:
             self.num_blocks[new.slot] = len(new.block_ids)
             self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
             self.sampling[new.slot] = new
+            self.allowed.pop(new.slot, None)
+            if new.sampling_params.allowed_token_ids is not None:
+                allowed = token_bits(new.sampling_params.allowed_token_ids, self.vocab_limit)
+                self.allowed[new.slot] = allowed
             if new.sampling_params.prompt_logprobs is not None:
                 self.scoring_slots.add(new.slot)
             else:
@@ -70,9 +82,14 @@ class RequestStates:
         return new.sampling_params
 
     def row_sampling(self, slot: int, num_tokens: int, bitmask: bytes | None = None) -> RowSampling:
-        """Sampling inputs of the request in ``slot`` once it has ``num_tokens`` tokens."""
+        """Sampling inputs of the request in ``slot`` once it has ``num_tokens`` tokens, of which
+        the next is restricted by a grammar's ``bitmask``."""
         new = self.sampling[slot]
         assert new is not None, f"slot {slot} is empty"
+        if (allowed := self.allowed.get(slot)) is not None:
+            if bitmask is not None:
+                allowed = allowed & np.frombuffer(bitmask, dtype="<i4")
+            bitmask = allowed.tobytes()
         return RowSampling(
             new.sampling_params,
             new.seed,

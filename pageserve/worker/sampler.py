@@ -1,6 +1,6 @@
 """From logits to token ids: masks, penalties, filters and one reproducible draw per row.
 
-    raw logits ─ grammar, edits ─ penalties ─ temperature ─ min-p, top-k, top-p ─ draw
+    raw logits ─ masks, edits ─ penalties ─ temperature ─ min-p, top-k, top-p ─ draw
         └ log probabilities are of these
 
 A draw depends on the request's seed, the token's place in the output and the logits, never on the
@@ -23,10 +23,10 @@ import torch
 
 from pageserve.worker.sampling_metadata import (
     Draws,
-    GrammarMasks,
     LogitChanges,
     Penalties,
     SamplingMetadata,
+    TokenMasks,
 )
 
 NOISE_MAX = -math.log(-math.log1p(-(2.0**-25)))  # 17.328…
@@ -115,13 +115,9 @@ def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def apply_changes(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
-    """Change ``logits`` [n, v] in place: grammars, allow-lists, bans, biases, then penalties."""
-    if changes.grammars is not None:
-        _apply_bitmasks(logits, changes.grammars)
-    if (allowed := changes.allowed) is not None:
-        kept = logits[allowed.pair_rows, allowed.pair_ids]
-        logits[allowed.rows] += -torch.inf  # adding keeps a NaN, which must not go unseen
-        logits[allowed.pair_rows, allowed.pair_ids] = kept
+    """Change ``logits`` [n, v] in place: masks, bans, biases, then penalties."""
+    if changes.masks is not None:
+        _apply_bitmasks(logits, changes.masks)
     if (words := changes.bad_words) is not None:
         complete = ((words.outputs == words.endings) | ~words.in_word).all(1)
         ban = torch.where(complete, -torch.inf, 0.0)
@@ -133,7 +129,7 @@ def apply_changes(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
     return logits
 
 
-def _apply_bitmasks(logits: torch.Tensor, masks: GrammarMasks) -> None:
+def _apply_bitmasks(logits: torch.Tensor, masks: TokenMasks) -> None:
     """Forbid tokens whose bit is not set. Ids beyond the last word are left to the caller."""
     shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
     banned = ((masks.bitmasks[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]

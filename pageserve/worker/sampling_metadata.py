@@ -5,7 +5,7 @@ table on the device, because with a step in flight the host does not know the la
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pageserve.sampling_params import SamplingParams
+from pageserve.utils import cdiv
 
 FORBIDDEN_BIAS = -100.0  # a logit_bias that bans its token
 
@@ -27,12 +28,12 @@ class RowSampling:
     slot: int
     num_prompt_tokens: int
     num_tokens: int
-    bitmask: bytes | None = None  # tokens that a grammar allows, as in SchedulerOutput
+    bitmask: bytes | None = None  # tokens it may choose, as in SchedulerOutput; None: all
 
 
 @dataclass(frozen=True)
-class GrammarMasks:
-    """Rows whose tokens a grammar restricts."""
+class TokenMasks:
+    """Rows whose tokens a grammar or a list restricts."""
 
     rows: torch.Tensor  # [r] int64
     bitmasks: torch.Tensor  # [r, words] int32: bit i % 32 of word i // 32 is token i
@@ -45,15 +46,6 @@ class TokenEdits:
     rows: torch.Tensor  # [m] int64
     token_ids: torch.Tensor  # [m] int64
     values: torch.Tensor  # [m] float32
-
-
-@dataclass(frozen=True)
-class AllowedTokens:
-    """Rows that may only choose from a list."""
-
-    rows: torch.Tensor  # [r] int64
-    pair_rows: torch.Tensor  # [m] int64: (row, id) of every allowed token
-    pair_ids: torch.Tensor  # [m] int64
 
 
 @dataclass(frozen=True)
@@ -85,8 +77,7 @@ class Penalties:
 class LogitChanges:
     """All that happens to logits before they are sampled, in this order."""
 
-    grammars: GrammarMasks | None
-    allowed: AllowedTokens | None
+    masks: TokenMasks | None
     bad_words: BadWords | None
     edits: TokenEdits | None
     penalties: Penalties | None
@@ -134,6 +125,14 @@ class SamplingMetadata:
     changes: LogitChanges | None = None
 
 
+def token_bits(token_ids: Sequence[int], vocab_limit: int) -> np.ndarray:
+    """Return int32 words with a bit for each id below ``vocab_limit``, set for these."""
+    bits = np.zeros(cdiv(vocab_limit, 32) * 32, dtype=bool)
+    ids = np.asarray(token_ids)
+    bits[ids[ids < vocab_limit]] = True
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
 def build_sampling_metadata(
     rows: list[RowSampling],
     token_table: torch.Tensor,  # [slots, length]
@@ -161,7 +160,6 @@ def _changes_logits(row: RowSampling) -> bool:
     return bool(
         row.bitmask is not None
         or p.logit_bias
-        or p.allowed_token_ids is not None
         or p.bad_words_token_ids
         or p.min_tokens > row.num_tokens - row.num_prompt_tokens
         or _has_penalty(p)
@@ -228,20 +226,18 @@ class _Builder:
                 elif 1 < len(word) <= num_outputs + 1:
                     words.append((i, word))
         penalised = [i for i in changed if _has_penalty(self.rows[i].params)]
-        allowed = [i for i in changed if self.rows[i].params.allowed_token_ids is not None]
         masked = [i for i in changed if self.rows[i].bitmask is not None]
         return LogitChanges(
-            grammars=self._grammar_masks(masked) if masked else None,
-            allowed=self._allowed_tokens(allowed) if allowed else None,
+            masks=self._token_masks(masked) if masked else None,
             bad_words=self._bad_words(words),
             edits=self._token_edits(edits),
             penalties=self._penalties(penalised) if penalised else None,
         )
 
-    def _grammar_masks(self, masked: list[int]) -> GrammarMasks:
+    def _token_masks(self, masked: list[int]) -> TokenMasks:
         data = b"".join([self.rows[i].bitmask or b"" for i in masked])
         words = np.frombuffer(data, dtype="<i4").reshape(len(masked), -1)
-        return GrammarMasks(self._send(masked, np.int64), self._send(words.copy(), np.int32))
+        return TokenMasks(self._send(masked, np.int64), self._send(words.copy(), np.int32))
 
     def _token_edits(self, edits: list[tuple[int, int, float]]) -> TokenEdits | None:
         edits = [edit for edit in edits if 0 <= edit[1] < self.vocab_limit]
@@ -250,16 +246,6 @@ class _Builder:
         rows, token_ids, values = zip(*edits, strict=True)
         index = self._send([rows, token_ids], np.int64)
         return TokenEdits(index[0], index[1], self._send(values, np.float32))
-
-    def _allowed_tokens(self, allowed: list[int]) -> AllowedTokens:
-        pairs = [
-            (i, token_id)
-            for i in allowed
-            for token_id in self.rows[i].params.allowed_token_ids or ()
-            if 0 <= token_id < self.vocab_limit
-        ]
-        index = self._send(np.array(pairs).reshape(-1, 2).T, np.int64)
-        return AllowedTokens(self._send(allowed, np.int64), index[0], index[1])
 
     def _bad_words(self, words: list[tuple[int, list[int]]]) -> BadWords | None:
         words = [(i, word) for i, word in words if 0 <= word[-1] < self.vocab_limit]

@@ -133,6 +133,7 @@ class Worker:
                 config.scheduler.max_num_seqs,
                 config.model.max_model_len,
                 block_size,
+                vocab_limit,
                 kv_cache.device,
             )
             graphs = self._make_graphs(config, kv_cache, states, vocab_limit)

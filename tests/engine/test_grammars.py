@@ -7,6 +7,7 @@ import json
 import re
 
 import jsonschema
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
@@ -72,6 +73,19 @@ def test_random_models(tiny_checkpoint, family):
         check(kind, completion.text)
     assert len({c.text for c in done}) > 5
     assert llm.engine.stats().grammars_compiled_total == 3
+
+
+def test_an_allow_list_beside_a_grammar(tiny_checkpoint):
+    """Whatever the model wants: tokens of the list only, and text of the grammar only."""
+    llm = load(tiny_checkpoint("llama"))
+    digits = llm.tokenizer.encode("0123456789", add_special_tokens=False)
+    letters = llm.tokenizer.encode("AF-", add_special_tokens=False)
+    params = [msgspec.structs.replace(p, allowed_token_ids=digits + letters) for p in hot(8, 12)]
+    done = llm.generate(["A"] * 8, params, grammars=[REGEX_GRAMMAR, None] * 4)
+    for completion in done:
+        assert set(completion.token_ids) - {llm.tokenizer.eos_token_id} <= {*digits, *letters}
+    for completion in done[::2]:
+        assert re.match("[AF]{2}-[0-9]", completion.text), completion.error
 
 
 def test_the_embedded_model(demo_gguf):

@@ -33,16 +33,17 @@ def row(
     output: list[int] = (),
     seed: int = 0,
     grammar: Iterable[int] | None = None,
+    vocab: int = VOCAB,
     **params: Any,
 ) -> tuple[RowSampling, list[int]]:
     """A row and its tokens; the slot is filled in by :func:`sample`. ``grammar`` are the ids that
-    a grammar allows."""
+    its mask allows."""
     tokens = [*prompt, *output]
-    mask = None if grammar is None else bitmask(grammar)
+    mask = None if grammar is None else bitmask(grammar, vocab)
     return RowSampling(SamplingParams(**params), seed, 0, len(prompt), len(tokens), mask), tokens
 
 
-def bitmask(token_ids: Iterable[int], vocab: int = 20) -> bytes:
+def bitmask(token_ids: Iterable[int], vocab: int) -> bytes:
     return sum(1 << i for i in set(token_ids)).to_bytes(-(-vocab // 32) * 4, "little")
 
 
@@ -364,12 +365,6 @@ def test_padded_ids_are_never_sampled():
 # --- masks, biases, penalties --------------------------------------------------------------------
 
 
-def test_allowed_token_ids():
-    logits = [float(i) for i in range(VOCAB)]
-    expected = [x if i in (2, 5) else -INF for i, x in enumerate(logits)]
-    assert changed_logits(logits, row(allowed_token_ids=[5, 2, 5], **GREEDY)) == expected
-
-
 @pytest.mark.parametrize(
     ("words", "output", "banned"),
     [
@@ -448,7 +443,7 @@ def test_order_is_mask_bias_repetition_frequency():
     """Bias before repetition: (1 + 3) / 2 - 0.5, and a mask that no bias lifts."""
     r = row(
         logit_bias={2: 3.0, 3: 50.0},
-        allowed_token_ids=[1, 2],
+        grammar=[1, 2],
         bad_words_token_ids=[[1]],
         repetition_penalty=2.0,
         frequency_penalty=0.5,
@@ -490,17 +485,11 @@ def test_masks_that_leave_nothing():
     everything = dict.fromkeys(range(VOCAB), -100.0)
     rows = [
         row(logit_bias=everything),
-        row(allowed_token_ids=[3], bad_words_token_ids=[[3]]),
-        row(allowed_token_ids=[VOCAB + 1], **GREEDY),
-        row(allowed_token_ids=[3]),
+        row(grammar=[3], bad_words_token_ids=[[3]]),
+        row(grammar=[VOCAB + 1], **GREEDY),
+        row(grammar=[3]),
     ]
     assert sample(logits, rows).token_ids.tolist() == [-1, -1, -1, 3]
-
-
-def test_an_allow_list_does_not_hide_a_nan():
-    logits = torch.randn(1, VOCAB)
-    logits[0, 9] = NAN
-    assert sample(logits, [row(allowed_token_ids=[3])]).token_ids.tolist() == [-1]
 
 
 # --- log probabilities ---------------------------------------------------------------------------
@@ -522,9 +511,9 @@ def test_logprobs_are_of_the_raw_logits(vocab):
         {"top_k": 1},
         {"logit_bias": {3: 50.0}},
         {"repetition_penalty": 3.0, "frequency_penalty": 2.0, "output": [1, 2]},
-        {"allowed_token_ids": [5]},
+        {"grammar": [5]},
     ]
-    rows = [row(logprobs=[3, 0, None, 1][i % 4], **v) for i, v in enumerate(variants)]
+    rows = [row(logprobs=[3, 0, None, 1][i % 4], vocab=vocab, **v) for i, v in enumerate(variants)]
     output = sample(logits, rows)
     expected = logits.double().log_softmax(-1)
     chosen = expected.gather(1, output.token_ids[:, None])[:, 0]
@@ -598,7 +587,6 @@ def test_a_grammar_before_all_other_changes():
         logits,
         row(
             grammar=[3, 17],
-            allowed_token_ids=[2, 3, 17],
             logit_bias={2: 100.0, 17: 5.0},
             bad_words_token_ids=[[3]],
             **GREEDY,
