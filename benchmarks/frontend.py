@@ -4,6 +4,8 @@ Three figures at --streams concurrent chat streams: reading the engine's streams
 the whole ASGI application with a send that drops everything, and a real uvicorn with real sockets
 (its clients live in another process). The last line of the output is one JSON document.
 
+What this does not show: an engine's own time, templates and tokenising of long prompts, tools.
+
     python benchmarks/frontend.py --streams 64 --tokens 500 [--json FILE]
 """
 
@@ -221,6 +223,7 @@ def main() -> None:
     total = args.streams * args.tokens
     result: dict[str, Any] = {
         "benchmark": "frontend",
+        "not_shown": "an engine's own time; templates and tokenising of long prompts; tools",
         "machine": machine(),
         "streams": args.streams,
         "tokens_per_stream": args.tokens,

@@ -39,6 +39,7 @@ from load.client import Target
 from load.pool import Share, drive
 from load.summary import summarise
 from load.workloads import Prompt
+from plots import bars, figures
 from rich.progress import track
 from serving import FLAGS, start_server
 
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 24])
     parser.add_argument("--budgets", type=int, nargs=2, default=(32, 64), metavar=("LOW", "HIGH"))
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
-    parser.add_argument("--json", help="also write the result to this file")
+    parser.add_argument("--json", help="write the result here, a picture beside it")
     args = parser.parse_args()
     if args.server is None:
         parser.error("no llama-server in PATH; give --server (--help says how to build it)")
@@ -79,9 +80,12 @@ def main() -> None:
         process.terminate()
         process.wait(60)
     print_rows(rows)
+    if args.json:
+        draw(rows, Path(args.json).with_suffix(""))
     report(
         {
             "benchmark": "llama_cpp",
+            "not_shown": "equal weight formats; other models; longer contexts; GPUs",
             "machine": machine(),
             "llama_cpp": version_of(args.server),
             "model": model.name,
@@ -181,6 +185,22 @@ def version_of(binary: str) -> str:
     done = subprocess.run([binary, "--version"], capture_output=True, text=True)
     lines = (done.stdout + done.stderr).splitlines()
     return next((line for line in lines if line.startswith("version")), "unknown")
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Throughput and latencies of the servers, by the number of streams."""
+    titles = {
+        "output_tokens_per_s": "Output tokens/s",
+        "ttft_ms": "TTFT p50 (ms)",
+        "tpot_ms": "TPOT p50 (ms)",
+    }
+    streams = list(dict.fromkeys(row["streams"] for row in rows))
+    servers = list(dict.fromkeys(row["server"] for row in rows))
+    found = {(row["server"], row["streams"]): row for row in rows}
+    with figures(path, list(titles.values())) as panels:
+        for axes, key in zip(panels, titles, strict=True):
+            series = {s: [found[s, n][key] for n in streams] for s in servers}
+            bars(axes, [f"{n} stream{'s' * (n > 1)}" for n in streams], series, number="{:.0f}")
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

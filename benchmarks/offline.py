@@ -4,6 +4,8 @@ Prints the floor of a decode step (bytes over the measured copy bandwidth) first
 tokens per second over the whole call, and JSON as the last line. The workloads are those that the
 load client drives over HTTP, so the two can be compared.
 
+What this does not show: HTTP, arrivals over time, sampling other than greedy.
+
     python benchmarks/offline.py --model DIR --workload decode --n 64
 """
 
@@ -92,6 +94,9 @@ def main() -> None:
     for spec in args.workload:
         name, count = spec.split(":")
         requests = workload(name, int(count), vocab=vocab)
+        longest = max(len(ids) + budget for ids, budget in requests)
+        if longest > llm.engine.ready.max_model_len:
+            parser.error(f"{spec} needs a context of {longest} tokens, which the model has not")
         run(llm, requests[: min(len(requests), 8)])  # compile and warm up
         runs = sorted((run(llm, requests) for _ in range(args.repeat)), key=lambda r: r["seconds"])
         median = rows[spec] = runs[len(runs) // 2]
@@ -103,6 +108,7 @@ def main() -> None:
     report(
         {
             "benchmark": "offline",
+            "not_shown": "HTTP; arrivals over time; sampling other than greedy",
             "model": name_of(args.model),
             "machine": machine(),
             "bandwidth_gb_s": bandwidth / 1e9,

@@ -1,13 +1,19 @@
 """What planning costs: microseconds of schedule() + update() per pure-decode step.
 
 No device and no model: every step's tokens are made up, so the figures are the scheduler's own.
-The last line of output is JSON. Run: ``python benchmarks/scheduler.py``.
+The last line of output is JSON.
+
+What this does not show: prompts, preemption, prefix hits, grammars, the cost of sending a step.
+
+    python benchmarks/scheduler.py [--json FILE]
 """
 
+import argparse
 import gc
-import json
 import statistics
 import time
+
+from common import machine, report
 
 from pageserve.core.scheduler import Scheduler
 from pageserve.messages import AddRequest, ModelRunnerOutput, SchedulerOutput
@@ -76,6 +82,9 @@ def measure(num_running: int, depth: int, num_queued: int = 0, num_steps: int = 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="also write the result to this file")
+    args = parser.parse_args()
     results = []
     for num_running in (32, 256, 512):
         for depth in (1, 2):
@@ -94,7 +103,16 @@ def main() -> None:
                     f"{num_running:4d} decodes, depth {depth}, {num_queued:5d} queued: "
                     f"{cost:7.1f} µs a step, {cost / num_running:.3f} µs a row"
                 )
-    print(json.dumps({"benchmark": "scheduler", "block_size": BLOCK_SIZE, "results": results}))
+    report(
+        {
+            "benchmark": "scheduler",
+            "not_shown": "prompts; preemption; prefix hits; grammars; sending a step",
+            "machine": machine(),
+            "block_size": BLOCK_SIZE,
+            "results": results,
+        },
+        args.json,
+    )
 
 
 if __name__ == "__main__":

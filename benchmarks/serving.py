@@ -124,6 +124,7 @@ def main() -> None:
     report(
         {
             "benchmark": "serving",
+            "not_shown": "an open loop of arrivals; a client on another machine; a GPU",
             "machine": machine(),
             "streams": args.streams,
             "budgets": list(args.budgets),

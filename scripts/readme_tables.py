@@ -385,7 +385,7 @@ def llama_cpp(result: dict[str, Any]) -> str:
         f"with a shared system message, answers of {result['budgets'][0]}-{result['budgets'][1]} "
         f"tokens, both servers in one run, medians of {result['rounds']} rounds; {_host(result)}; "
         f"llama.cpp {result['llama_cpp']}. llama.cpp computes on the 4-bit weights, pageserve in "
-        "float32. `python benchmarks/llama_cpp.py`",
+        f"float32. `python benchmarks/llama_cpp.py`, {_picture(result['file'])}",
         "",
         "| streams | server | tokens/s | TTFT p50 ms | TPOT p50 ms |",
         "|---|---|---|---|---|",

@@ -21,7 +21,7 @@ def jobs_of(streams, turn):
     return [Job([100 + turn, 100 + i, 5], 4 + i) for i in range(streams)]
 
 
-def test_both_servers_get_every_round_and_the_warm_up_does_not_count(serve):
+def test_both_servers_get_every_round_and_the_warm_up_does_not_count(serve, tmp_path):
     engines = {"one": engine(), "two": engine()}
     servers = {name: Target(serve(e), "tiny") for name, e in engines.items()}
     rows = llama_cpp.compare(servers, jobs_of, [1, 3], rounds=2)
@@ -29,6 +29,8 @@ def test_both_servers_get_every_round_and_the_warm_up_does_not_count(serve):
         (1, "one"), (1, "two"), (3, "one"), (3, "two"),
     ]  # fmt: skip
     assert all(row[name] > 0 for row in rows for name in llama_cpp.FIGURES)
+    llama_cpp.draw(rows, tmp_path / "beside")
+    assert (tmp_path / "beside.svg").exists()
     prompts = {n: sorted(r.prompt_token_ids for r in e.requests) for n, e in engines.items()}
     asked = [job.prompt_token_ids for n in (1, 3) for turn in range(3) for job in jobs_of(n, turn)]
     assert prompts["one"] == prompts["two"] == sorted(asked)
