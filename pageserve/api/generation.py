@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from itertools import groupby
 
 from pageserve.api.chat_output import ChatParser
 from pageserve.api.context import QUESTION_TIMEOUT, ServingContext
@@ -174,6 +175,10 @@ class Generation:
             self._queue_check.cancel()
         for index in sorted(self._live):
             self._finish(index, "abort")
+        for _, group in groupby(
+            self._sequences, lambda s: s.request.parent_id or s.request.request_id
+        ):
+            self._metrics.longest_output(max(s.num_output for s in group))
         self._context.generations.discard(self)
         self.key.charge(self.num_output_tokens)
         computed = sum(s.num_prompt for s in self._sequences if s.times.first_token)

@@ -259,7 +259,6 @@ class Metrics:
         self._success[reason].inc()
         self._prompt.observe(num_prompt)
         self._generated.observe(num_output)
-        self._max_generated.observe(num_output)
         self._preemptions.observe(preemptions)
         if not times.first_token:
             return
@@ -269,6 +268,10 @@ class Metrics:
             self._inference.observe(max(0.0, times.last_token - times.scheduled))
         if num_output > 1:
             self._tpot.observe((times.last_token - times.first_token) / (num_output - 1))
+
+    def longest_output(self, num_output: int) -> None:
+        """Count what the longest of a prompt's sequences came to."""
+        self._max_generated.observe(num_output)
 
     def count_rejection(self, reason: str) -> None:
         """Count a request refused by a limit."""

@@ -221,6 +221,22 @@ def test_counts_of_a_scripted_workload_are_exact(make_api):
     assert metrics[f'http_requests_total{{handler="{CMPL}",method="POST",status="4xx"}}'] == 1
 
 
+def test_longest_output_of_a_prompt_counts_once(make_api):
+    """vLLM's panel of it shows requests, not their choices."""
+
+    def by_seed(request):
+        return list(b"abcdefgh")[: request.sampling_params.seed % 10]
+
+    api = make_api(script=by_seed)
+    api.cmpl(prompt=["one", "two"], n=3, seed=2, temperature=1)  # 2 to 4 tokens and EOS
+    metrics = api.metrics()
+    assert sample(metrics, "request_generation_tokens_count") == 6
+    assert sample(metrics, "request_generation_tokens_sum") == 2 * (3 + 4 + 5)
+    assert sample(metrics, "request_max_num_generation_tokens_count") == 2
+    assert sample(metrics, "request_max_num_generation_tokens_sum") == 2 * 5
+    assert sample(metrics, "request_params_n_count") == 2
+
+
 def test_gauges_are_those_of_the_engine(api):
     from pageserve.messages import SchedulerStats
 
