@@ -48,7 +48,7 @@ class KernelCompiler:
     def __init__(self) -> None:
         """Start it; it takes seconds to import Triton."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -148,6 +148,8 @@ def _is_cached(source: ASTSource, options: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Compile what standard input names, a process each; returns 0 if all went well."""
+    results = os.dup(1)
+    os.dup2(2, 1)  # what Triton prints is none
     parent, limit = os.getppid(), min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
     warnings.simplefilter("ignore")  # the caller shows them, once for all kernels
     triton_key()  # reads all of Triton: once for all processes
@@ -163,7 +165,7 @@ def main() -> int:
             failed |= os.wait()[1] != 0
             running -= 1
         if os.fork() == 0:
-            _run_job(number, *json.loads(line))
+            _run_job(number, line, results)
         running += 1
     for _ in range(running):
         failed |= os.wait()[1] != 0
@@ -178,12 +180,12 @@ def _stand_in(module: str, name: str, target: dict[str, Any]) -> None:
     driver.set_active(active)
 
 
-def _run_job(
-    number: int, module: str, name: str, cache_key: str, specialization: str, launcher: bool
-) -> NoReturn:
-    """Compile and leave, without what a process does at its end: it is a copy of another."""
+def _run_job(number: int, line: str, results: int) -> NoReturn:
+    """Compile, write so to the file ``results`` and leave, without what a process does at its end:
+    it is a copy of another."""
     code = 1
     try:
+        module, name, cache_key, specialization, launcher = json.loads(line)
         kernel = getattr(importlib.import_module(module), name)
         # Triton's key of a function depends on which others have been asked for theirs before, so
         # the caller's is taken: under that key it will look.
@@ -192,7 +194,7 @@ def _run_job(
         if launcher:
             driver.active.launcher_cls(compiled.src, compiled.metadata)
         seconds = sum(os.times()[:4])  # of CPU, with those of assembler and C compiler
-        os.write(1, json.dumps([number, seconds]).encode() + b"\n")
+        os.write(results, json.dumps([number, seconds]).encode() + b"\n")
         code = 0
     except BaseException:  # whatever it is, the caller meets it when it launches the kernel
         traceback.print_exc()

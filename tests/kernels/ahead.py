@@ -29,7 +29,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
-        print("launcher of", source.name, file=sys.stderr)
+        print("launcher of", source.name, flush=True)  # in the helper, where it is no result
 
 
 @triton.jit
