@@ -2,7 +2,8 @@
 
 For machines that have Python, the repository and perhaps a GPU, but no kernel and no network. Cells
 see what a kernel would give them but for IPython itself: no magics, no rich output, no value of a
-cell's last line. Working directory is the notebook's.
+cell's last line. Working directory is the notebook's, and commands that cells start find the
+repository's package.
 
     python scripts/run_notebook.py notebooks/02_gpu_verification.ipynb [...]
 
@@ -20,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 30.0  # seconds that a process has to end before it is killed
 
 
@@ -65,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="FILE")
     paths = [p.resolve() for p in parser.parse_args(argv).notebooks]
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(ROOT) + (os.pathsep + given if given else "")
     return int(not all(run(path) for path in paths))
 
 

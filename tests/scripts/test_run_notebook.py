@@ -13,6 +13,7 @@ import run_notebook
 def notebook(tmp_path, monkeypatch):
     """A function that writes a notebook of these code cells, each behind one of prose."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")  # put back afterwards
 
     def write(*cells):
         both = [(kind, s) for s in cells for kind, s in (("markdown", "*prose*"), ("code", s))]
@@ -43,6 +44,15 @@ def test_the_first_cell_that_raises_ends_it_and_is_named(notebook, capsys):
     assert "FAILED: test.ipynb, cell 4" in captured.out
     assert 'cell 4", line 3' in captured.err and "ZeroDivisionError" in captured.err
     assert captured.out.count("before") == 1 and "behind" not in captured.out
+
+
+def test_commands_of_cells_find_the_package(notebook):
+    """Also where it is not installed, and what was on the path stays there."""
+    check = "import pageserve, sys; assert any(p.endswith('elsewhere') for p in sys.path)"
+    path = notebook(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {check!r}], check=True)"
+    )
+    assert run_notebook.main([path]) == 0
 
 
 def test_processes_left_running_are_ended(notebook):
