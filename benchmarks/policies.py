@@ -235,7 +235,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
                 policy: [by_policy[policy][key] for by_policy in rows.values()]
                 for policy in POLICIES
             }
-            bars(axes, list(rows), series, number="{:.3g}")
+            bars(axes, list(rows), series)  # twelve numbers would not fit; the table has them
         panels[2].set_ylim(0, 1.4)  # the legend lies above the bars
 
 

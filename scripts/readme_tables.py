@@ -241,17 +241,18 @@ def policies(result: dict[str, Any]) -> str:
     out = [
         "**Scheduling policies**, simulated: TTFT p50 / p99 (p50 of urgent requests, of long "
         "prompts) in s, preemptions, Jain's fairness index. A step takes "
-        f"{device['fixed'] * 1e3:.1f} ms + {device['per_token'] * 1e3:.2f} ms a token, from the "
-        f"{device['name'].upper()} figures above. `python benchmarks/policies.py`, "
-        f"{_picture('policies')}; `--trace FILE` replays your own traffic.",
+        f"{_ms(device['fixed'] * 1e3)} ms + {_ms(device['per_token'] * 1e6)} µs a token, from the "
+        f"{device['name'].upper()} figures above. {_command(result)}, {_picture(result['file'])}; "
+        "`--trace FILE` replays your own traffic.",
         "",
         f"| | {' | '.join(names)} |",
         "|---|" + "---|" * len(names),
     ]
     for policy in result["rows"][names[0]]:
         cells = [
-            f"{r['ttft_p50']:.1f} / {r['ttft_p99']:.0f} ({r['ttft_urgent_p50']:.1f}, "
-            f"{r['ttft_long_p50']:.1f}), {r['preemptions']}, {r['fairness']:.2f}"
+            f"{_seconds(r['ttft_p50'])} / {_seconds(r['ttft_p99'])} "
+            f"({_seconds(r['ttft_urgent_p50'])}, {_seconds(r['ttft_long_p50'])}), "
+            f"{r['preemptions']}, {r['fairness']:.2f}"
             for r in (result["rows"][name][policy] for name in names)
         ]
         out.append(f"| {policy} | {' | '.join(cells)} |")
@@ -324,8 +325,8 @@ def _model(result: dict[str, Any]) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Two decimals, or two digits of what is shorter."""
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    """Two decimals, one from 10 s on, or two digits of what is shorter."""
+    return f"{value:.{1 if value >= 10 else 2}f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _ms(value: float) -> str:
@@ -510,6 +511,7 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capacity": capacity,
     "fragmentation": fragmentation,
     "policies": policies,
+    "gpu_policies": policies,
     "cpu_frontend": frontend,
     "cpu_http_load": http_load,
     "cpu_llama_cpp": llama_cpp,

@@ -51,7 +51,7 @@ def test_numbers_keep_the_digits_that_say_something():
         "2,346", "346", "45.7", "0.568",
     ]  # fmt: skip
     assert [readme_tables._seconds(x) for x in (12.345, 0.123, 0.01234)] == [
-        "12.35",
+        "12.3",
         "0.12",
         "0.012",
     ]
