@@ -8,6 +8,10 @@ from starlette.requests import Request
 from pageserve.api.errors import APIError, bad_request
 
 MAX_DEPTH = 128
+# Nothing else runs while the parser does, so a body may take a fraction of a second, not many.
+MAX_FIELDS = 1000
+MAX_CONTAINERS = 2**16  # arrays and objects
+MAX_VALUES = 2**20
 CHARSETS = ("utf-8", "utf8", "us-ascii")
 
 
@@ -22,19 +26,39 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse strict JSON: no NaN, no lone surrogates, at most 128 levels, an object on top.
+    """Parse strict JSON: no NaN, no lone surrogates, at most 128 levels, an object on top, and a
+    bounded number of values.
 
     Raises :class:`APIError`.
     """
+    if _has_too_many(body):
+        raise _too_many("values")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise bad_request("invalid_json", f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise bad_request("invalid_json", "the request body must be a JSON object")
+    if len(value) > MAX_FIELDS:
+        raise _too_many("fields")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth_exceeds(value, MAX_DEPTH):
         raise bad_request("invalid_json", f"the request body nests deeper than {MAX_DEPTH} levels")
     return value
+
+
+def _has_too_many(body: bytes) -> bool:
+    """Whether a body has more values than may be parsed, by what stands between them."""
+
+    def exceeds(text: bytes) -> bool:
+        containers = text.count(b"[") + text.count(b"{")
+        return containers > MAX_CONTAINERS or text.count(b",") > MAX_VALUES
+
+    if not exceeds(body):
+        return False
+    text = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if text.count(b'"') > 4 * MAX_VALUES:
+        return True
+    return exceeds(b"".join(text.split(b'"')[::2]))  # without strings, which may have anything
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:
@@ -79,3 +103,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> APIError:
     return APIError(413, "request_too_large", f"the request body has more than {max_bytes} bytes")
+
+
+def _too_many(what: str) -> APIError:
+    return APIError(413, "request_too_large", f"the request body has too many {what}")

@@ -329,6 +329,32 @@ def test_body_too_large_with_and_without_length(make_api):
     api.check_alive()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"documents": [{}] * 70_000},
+        {"documents": [[]] * 70_000},
+        {"allowed_token_ids": [1] * 1_100_000},
+        {"chat_template_kwargs": {str(i): 1 for i in range(1_100_000)}},
+        {"chat_template_kwargs": {"a": ['"],[{"'] * 1_100_000}},
+        {f"x{i}": 1 for i in range(1_100)},
+    ],
+    ids=["objects", "arrays", "numbers", "members", "strings", "fields"],
+)
+def test_bodies_of_too_many_values_are_refused_unread(api, fields):
+    """C113: few bytes are many values, which all other streams would wait for."""
+    response = api.post(CHAT, {"messages": HI, **fields})
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+
+
+def test_text_may_look_like_many_values(api):
+    """Tables and code, quotes and backslashes in them."""
+    for text in ("{[" * 50_000, ",\n" * 1_100_000, '{"a": "\\", [{,"\\"' * 70_000):
+        response = api.post(CHAT, {"messages": [{"role": "user", "content": text}]})
+        assert error_of(response)["code"] == "context_length_exceeded"
+
+
 def test_wrong_path_and_method(api):
     response = api.get("/v1/nothing")
     assert response.status_code == 404
