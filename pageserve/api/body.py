@@ -10,7 +10,7 @@ from pageserve.api.errors import APIError, bad_request
 MAX_DEPTH = 128
 # Nothing else runs while the parser does, so a body may take a fraction of a second, not many.
 MAX_FIELDS = 1000
-MAX_CONTAINERS = 2**16  # arrays and objects
+MAX_CONTAINERS = 2**17  # arrays and objects
 MAX_VALUES = 2**20
 CHARSETS = ("utf-8", "utf8", "us-ascii")
 

@@ -332,8 +332,8 @@ def test_body_too_large_with_and_without_length(make_api):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"documents": [{}] * 70_000},
-        {"documents": [[]] * 70_000},
+        {"documents": [{}] * 140_000},
+        {"documents": [[]] * 140_000},
         {"allowed_token_ids": [1] * 1_100_000},
         {"chat_template_kwargs": {str(i): 1 for i in range(1_100_000)}},
         {"chat_template_kwargs": {"a": ['"],[{"'] * 1_100_000}},
@@ -350,7 +350,7 @@ def test_bodies_of_too_many_values_are_refused_unread(api, fields):
 
 def test_text_may_look_like_many_values(api):
     """Tables and code, quotes and backslashes in them."""
-    for text in ("{[" * 50_000, ",\n" * 1_100_000, '{"a": "\\", [{,"\\"' * 70_000):
+    for text in ("{[" * 100_000, ",\n" * 1_100_000, '{"a": "\\", [{,"\\"' * 70_000):
         response = api.post(CHAT, {"messages": [{"role": "user", "content": text}]})
         assert error_of(response)["code"] == "context_length_exceeded"
 
