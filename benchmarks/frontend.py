@@ -1,8 +1,16 @@
-"""CPU time of the API process per streamed token, over an engine that costs next to nothing.
+"""CPU time of the API process: per streamed token, and per prompt of token ids that comes in.
 
-Three figures at --streams concurrent chat streams: reading the engine's streams and nothing more,
-the whole ASGI application with a send that drops everything, and a real uvicorn with real sockets
-(its clients live in another process). The last line of the output is one JSON document.
+The clients (raw sockets) and a scripted engine are processes of their own and are not counted;
+everything in the API process is: reading and decoding the engine's messages, one for each step with
+one token of every stream, all Python, uvicorn, the kernel's work for its sockets, and setting the
+requests up. The engine makes a step every --interval ms, as a fast GPU would, so no tokens come
+together in one event: the clients count events, and it is these that the time is divided by.
+
+    bare write     nothing but one write of an event for each stream and step
+    engine link    the engine's messages read and handed to sinks that drop them
+    over sockets   a server as `python server.py` runs it, nothing subtracted: what counts
+    set-up         the part of it that requests of one token cost, spread over --tokens
+    intake         requests with prompts of --prompt token ids that arrive together
 
 What this does not show: an engine's own time, templates and tokenising of long prompts, tools.
 
@@ -11,234 +19,277 @@ What this does not show: an engine's own time, templates and tokenising of long 
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import random
 import selectors
 import socket
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
+import zmq
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from common import machine, report  # noqa: E402
 from fakes import byte_tokenizer  # noqa: E402
 
 from pageserve.api.app import build_app  # noqa: E402
 from pageserve.api.context import ServingContext  # noqa: E402
-from pageserve.config import ServerArgs  # noqa: E402
-from pageserve.engine.process import RequestStream  # noqa: E402
+from pageserve.api.server import uvicorn_config  # noqa: E402
+from pageserve.config import EngineConfig, ServerArgs  # noqa: E402
+from pageserve.engine import process  # noqa: E402
+from pageserve.engine.process import ProcessClient  # noqa: E402
 from pageserve.messages import (  # noqa: E402
     AddRequest,
     EngineReady,
-    LoadProgress,
+    EngineRequest,
     RequestOutput,
     SchedulerStats,
+    Shutdown,
+    StepOutputs,
     StepStats,
 )
+from pageserve.sampling_params import SamplingParams  # noqa: E402
 
-PATH = "/v1/chat/completions"
-
-
-class Metronome:
-    """An engine client whose steps give one token to every stream, as fast as the loop turns."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.ready = EngineReady(
-            8192, tokenizer.size, [tokenizer.eos_token_id], 16, 10**6, 1024, 8192, "bfloat16",
-            "cuda", "triton", "fp_0123456789",
-        )  # fmt: skip
-        self.progress = LoadProgress("ready")
-        self.startup_seconds: dict[str, float] = {}
-        self.stats = SchedulerStats()
-        self.on_step: Callable[[StepStats], None] = lambda step: None
-        self.dead: str | None = None
-        self.busy_since: float | None = None
-        self.start_at = 1  # streams to wait for before the first step
-        self._streams: dict[str, RequestStream] = {}
-        self._left: dict[str, int] = {}
-        self._ticking: asyncio.Task[None] | None = None
-
-    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
-        stream = self._streams[request.request_id] = RequestStream(self, request.request_id)  # type: ignore[arg-type]
-        self._left[request.request_id] = request.sampling_params.max_tokens or 1
-        if self._ticking is None and len(self._streams) == self.start_at:
-            self._ticking = asyncio.get_running_loop().create_task(self._tick())
-        return stream
-
-    def forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-
-    def abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.forget(request_id)
-
-    async def _tick(self) -> None:
-        step = 0
-        while self._streams:
-            await asyncio.sleep(0)
-            step += 1
-            self.stats = SchedulerStats(steps_total=step, num_scheduled_tokens=len(self._streams))
-            self.on_step(StepStats(len(self._streams)))
-            now = time.monotonic()
-            for request_id, stream in list(self._streams.items()):
-                self._left[request_id] -= 1
-                last = not self._left[request_id]
-                reason: Any = "length" if last else None
-                stream.put(RequestOutput(request_id, [97], reason, scheduled_time=now))
-                if last:
-                    del self._streams[request_id]
-        self._ticking = None
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def make_app(streams: int) -> tuple[Metronome, Any]:
+# --- the engine: a process ------------------------------------------------------------------------
+
+
+def scripted_engine(
+    start_at: int, interval: float, config: EngineConfig, requests_at: str, outputs_at: str
+) -> None:
+    """Wait for ``start_at`` requests, then give a token to each of them every ``interval`` seconds;
+    again and again, until told to leave."""
+    context = zmq.Context()
+    requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    requests.connect(requests_at)
+    outputs.connect(outputs_at)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(EngineRequest)
     tokenizer = byte_tokenizer()
-    client = Metronome(tokenizer)
-    client.start_at = streams
-    context = ServingContext(client, ServerArgs(), ("bench",), tokenizer=tokenizer)  # type: ignore[arg-type]
-    return client, build_app(context)
+    eos = [tokenizer.eos_token_id]
+    outputs.send(
+        encoder.encode(
+            EngineReady(
+                8192, tokenizer.size, eos, 16, 10**6, 1024, 8192, "bfloat16", "cuda", "triton", "fp"
+            )
+        )
+    )
+    while True:
+        left: dict[str, int] = {}
+        while len(left) < start_at:
+            message = decoder.decode(requests.recv())
+            if isinstance(message, Shutdown):
+                return
+            if isinstance(message, AddRequest):
+                left[message.request_id] = message.sampling_params.max_tokens or 1
+        at, step = time.monotonic(), 0
+        while left:
+            at, step = at + interval, step + 1
+            time.sleep(max(0.0, at - time.monotonic()))
+            released = []
+            for request_id in list(left):
+                left[request_id] -= 1
+                last = not left[request_id]
+                if last:
+                    del left[request_id]
+                released.append(
+                    RequestOutput(request_id, [97], "length" if last else None, scheduled_time=at)
+                )
+            stats = SchedulerStats(steps_total=step, num_running=len(left))
+            outputs.send(encoder.encode(StepOutputs(released, stats, StepStats(len(released)))))
 
 
-def body(tokens: int) -> bytes:
+@contextlib.asynccontextmanager
+async def engine_client(start_at: int, interval: float) -> AsyncIterator[ProcessClient]:
+    process.run_engine = partial(scripted_engine, start_at, interval)
+    client = ProcessClient(EngineConfig())
+    await client.start()
+    while client.ready is None:
+        assert client.dead is None, client.dead
+        await asyncio.sleep(0.01)
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+# --- the clients: a process -----------------------------------------------------------------------
+
+
+def read_streams(port: int, requests: list[bytes], counted: Any) -> None:
+    """Send each request on a socket of its own and read all to their ends; put the events of
+    tokens into ``counted``."""
+    selector = selectors.DefaultSelector()
+    for request in requests:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(request)
+        selector.register(sock, selectors.EVENT_READ)
+    events = 0
+    while selector.get_map():
+        for key, _ in selector.select(30):
+            received = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+            events += received.count(b'"content":"a') + received.count(b'"text":"a')
+            if not received or b"[DONE]" in received:
+                assert received, "the stream was cut"
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    counted.put(events)
+
+
+def http(path: str, fields: dict[str, Any]) -> bytes:
+    data = json.dumps({**fields, "stream": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def chats(streams: int, tokens: int) -> list[bytes]:
     message = {"role": "user", "content": "Say a, again and again."}
-    fields = {"messages": [message], "stream": True, "max_tokens": tokens}
-    return json.dumps(fields).encode()
+    return [http(CHAT, {"messages": [message], "max_tokens": tokens})] * streams
+
+
+def completions(count: int, num_prompt: int) -> list[bytes]:
+    """Requests of one token whose prompts are ``num_prompt`` random ids."""
+    rng = random.Random(0)
+    ids = range(byte_tokenizer().size)
+    return [
+        http(COMPLETIONS, {"prompt": rng.choices(ids, k=num_prompt), "max_tokens": 1})
+        for _ in range(count)
+    ]
 
 
 # --- one figure each ------------------------------------------------------------------------------
 
 
-def engine_only(streams: int, tokens: int) -> float:
-    """CPU seconds to make and read the outputs, with no API at all."""
-    from pageserve.sampling_params import SamplingParams
+async def bare_write(streams: int, tokens: int, interval: float) -> float:
+    """CPU seconds of writing an event to each of ``streams`` sockets, ``tokens`` times."""
+    event = b'114\r\ndata: {"id":"%b","content":"a"}\n\n\r\n' % (b"x" * 240)
+    transports: list[asyncio.Transport] = []
 
-    client, _ = make_app(streams)
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transports.append(transport)  # type: ignore[arg-type]
 
-    async def read(i: int) -> None:
-        params = SamplingParams(max_tokens=tokens)
-        async for _ in client.submit(AddRequest(str(i), [1], params, 0.0)):
-            pass
-
-    async def main() -> float:
-        start = time.process_time()
-        await asyncio.gather(*(read(i) for i in range(streams)))
-        return time.process_time() - start
-
-    return uvloop.run(main())
-
-
-def application(streams: int, tokens: int) -> float:
-    """CPU seconds of the ASGI application with a send that drops everything."""
-    _, app = make_app(streams)
-    data = body(tokens)
-
-    async def ask() -> int:
-        messages = [{"type": "http.request", "body": data, "more_body": False}]
-        sent = 0
-
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: dict[str, Any]) -> None:
-            nonlocal sent
-            sent += len(message.get("body", b""))
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {
-            "type": "http", "method": "POST", "path": PATH, "headers": headers,
-            "query_string": b"", "root_path": "",
-        }  # fmt: skip
-        await app(scope, receive, send)
-        return sent
-
-    async def main() -> float:
-        start = time.process_time()
-        sizes = await asyncio.gather(*(ask() for _ in range(streams)))
-        assert min(sizes) > tokens * 100
-        return time.process_time() - start
-
-    return uvloop.run(main())
-
-
-def over_sockets(streams: int, tokens: int) -> float:
-    """CPU seconds of a uvicorn server whose clients are another process."""
-    _, app = make_app(streams)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=streams)
-    port = listener.getsockname()[1]
-    config = uvicorn.Config(app, loop="uvloop", lifespan="off", log_level="error", access_log=False)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(
-        target=lambda: uvloop.run(server.serve(sockets=[listener])), daemon=True
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Protocol, "127.0.0.1", 0)
+    counted = multiprocessing.get_context("spawn").Queue()
+    reader = multiprocessing.get_context("spawn").Process(
+        target=read_streams,
+        args=(server.sockets[0].getsockname()[1], [b"x"] * streams, counted),
     )
-    thread.start()
-    clients = multiprocessing.get_context("spawn").Process(
-        target=read_streams, args=(port, streams, tokens)
-    )
-    while not server.started:
-        time.sleep(0.01)
-    start = time.process_time()
-    clients.start()
-    clients.join()
+    reader.start()
+    while len(transports) < streams:
+        await asyncio.sleep(0.01)
+    start, at = time.process_time(), loop.time()
+    for _ in range(tokens):
+        for transport in transports:
+            transport.write(event)
+        at += interval
+        await asyncio.sleep(at - loop.time())
     used = time.process_time() - start
-    assert clients.exitcode == 0
-    server.should_exit = True
-    thread.join()
+    for transport in transports:
+        transport.write(b"[DONE]")
+    assert await loop.run_in_executor(None, counted.get) == streams * tokens
+    server.close()
     return used
 
 
-def read_streams(port: int, streams: int, tokens: int) -> None:
-    """Open all streams on raw sockets and read each to its end."""
-    selector = selectors.DefaultSelector()
-    data = body(tokens)
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    for _ in range(streams):
-        sock = socket.create_connection(("127.0.0.1", port))
-        sock.sendall(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
-        selector.register(sock, selectors.EVENT_READ)
-    while selector.get_map():
-        for key, _ in selector.select(30):
-            received = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
-            if not received or b"[DONE]" in received:
-                assert received, "the stream was cut"
-                selector.unregister(key.fileobj)
+async def engine_link(streams: int, tokens: int, interval: float) -> float:
+    """CPU seconds to read the engine's messages and drop what is in them."""
+    async with engine_client(streams, interval) as client:
+        left, ended = streams, asyncio.Event()
+
+        def sink(output: RequestOutput) -> None:
+            nonlocal left
+            if output.finish_reason is not None:
+                left -= 1
+                if not left:
+                    ended.set()
+
+        params = SamplingParams(max_tokens=tokens)
+        start = time.process_time()
+        for i in range(streams):
+            client.submit(AddRequest(str(i), [1], params, 0.0), sink)
+        await ended.wait()
+        return time.process_time() - start
+
+
+async def over_sockets(requests: list[bytes], interval: float) -> tuple[float, int]:
+    """CPU seconds of a server that answers these requests, and the events that its clients got."""
+    async with engine_client(len(requests), interval) as client:
+        args = ServerArgs()
+        context = ServingContext(client, args, ("bench",), tokenizer=byte_tokenizer())
+        server = uvicorn.Server(uvicorn_config(build_app(context), args))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=len(requests))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        counted = multiprocessing.get_context("spawn").Queue()
+        child = multiprocessing.get_context("spawn").Process(
+            target=read_streams, args=(listener.getsockname()[1], requests, counted)
+        )
+        child.start()
+        start = time.process_time()
+        events = await asyncio.get_running_loop().run_in_executor(None, counted.get)
+        used = time.process_time() - start
+        server.should_exit = True
+        await serving
+        return used, events
 
 
 def main() -> None:
+    from common import machine, report  # imports torch, which the processes above do not need
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500, help="tokens per stream")
+    parser.add_argument("--interval", type=float, default=4.0, help="milliseconds between steps")
+    parser.add_argument("--prompt", type=int, default=2100, help="token ids of an intake prompt")
     parser.add_argument("--repeat", type=int, default=3, help="the best of this many runs counts")
     parser.add_argument("--json", help="also write the result to this file")
     args = parser.parse_args()
-    total = args.streams * args.tokens
+    interval = args.interval / 1000
     result: dict[str, Any] = {
         "benchmark": "frontend",
         "not_shown": "an engine's own time; templates and tokenising of long prompts; tools",
         "machine": machine(),
         "streams": args.streams,
         "tokens_per_stream": args.tokens,
+        "interval_ms": args.interval,
+        "prompt_tokens": args.prompt,
     }
-    for name, measure in (
-        ("engine_only", engine_only),
-        ("application", application),
-        ("over_sockets", over_sockets),
-    ):
-        best = min(measure(args.streams, args.tokens) for _ in range(args.repeat))
-        result[name + "_us_per_token"] = round(best / total * 1e6, 2)
-        print(f"{name:13} {best / total * 1e6:6.2f} µs of CPU per token")
-    result["api_us_per_token"] = round(
-        result["application_us_per_token"] - result["engine_only_us_per_token"], 2
-    )
+
+    def best(measure: Callable[[], Awaitable[float]]) -> float:
+        return min(uvloop.run(measure()) for _ in range(args.repeat)) * 1e6
+
+    async def served(requests: list[bytes], tokens: int) -> float:
+        used, events = await over_sockets(requests, interval)
+        assert events >= 0.9 * tokens, f"{events} events of {tokens} tokens: a busy machine?"
+        return used / events
+
+    def show(name: str, value: float, of: str) -> None:
+        result[f"{name.replace(' ', '_')}_us_per_{of}"] = round(value, 2)
+        print(f"{name:13} {value:7.2f} µs of CPU per {of}")
+
+    total = args.streams * args.tokens
+    sizes = args.streams, args.tokens, interval
+    show("bare write", best(lambda: bare_write(*sizes)) / total, "token")
+    show("engine link", best(lambda: engine_link(*sizes)) / total, "token")
+    show("over sockets", best(lambda: served(chats(*sizes[:2]), total)), "token")
+    setup = best(lambda: served(chats(args.streams, 1), args.streams)) / args.tokens
+    show("set-up", setup, "token")
+    prompts = completions(32, args.prompt)
+    show("intake", best(lambda: served(prompts, len(prompts))), "request")
     report(result, args.json)
 
 

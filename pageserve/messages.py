@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 PROMPT_TOO_LONG = "prompt_too_long:"  # how the error of a prompt that can never run begins
 INVALID_LOGITS = "internal_error: the model produced invalid logits"
+ENGINE_DEAD = "engine_dead: the engine process is gone"
 
 
 # --- client → engine ------------------------------------------------------------------------------

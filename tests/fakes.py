@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from pageserve.engine.client import EngineDeadError
+from pageserve.engine.client import EngineDeadError, OutputSink
 from pageserve.messages import (
+    ENGINE_DEAD,
     AddRequest,
     EngineReady,
     LoadProgress,
@@ -134,22 +135,25 @@ class ScriptedEngine:
         """Requests the engine still works on."""
         return len(self._running)
 
-    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+    def submit(self, request: AddRequest, sink: OutputSink) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         script = self.script(request) if callable(self.script) else self.script
         self.requests.append(request)
-        run = self._running[request.request_id] = _Run(self, request, list(script))
+        self._running[request.request_id] = _Run(self, request, list(script), sink)
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.get_running_loop().create_task(self._loop())
-        return run
 
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            run = self._running.pop(request_id, None)
+            run = self._running.get(request_id)
             if run is not None:
-                self.aborted.append(request_id)
-                run.put(RequestOutput(request_id, [], "abort"))
+                self.forget(request_id)
+                run.sink(RequestOutput(request_id, [], "abort"))
+
+    def forget(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
 
     async def get_progress(self, request_ids: list[str] | None = None) -> list[RequestProgress]:
         await self._answer()
@@ -182,9 +186,9 @@ class ScriptedEngine:
     def die(self, message: str = "killed") -> None:
         """Lose the engine process."""
         self.dead = message
-        for run in self._running.values():
-            run.put(EngineDeadError(message))
-        self._running.clear()
+        running, self._running = self._running, {}
+        for request_id, run in running.items():
+            run.sink(RequestOutput(request_id, [], "error", error=ENGINE_DEAD))
 
     async def _loop(self) -> None:
         while self._running:
@@ -215,43 +219,24 @@ class ScriptedEngine:
         )
         self.on_step(StepStats(self.stats.num_scheduled_tokens, 8, 0.001, 0.002, 0.003, 0.004))
         for run, output in outputs:
-            run.put(output)
+            if run.request.request_id in self._running or output.finish_reason is not None:
+                run.sink(output)
 
 
 class _Run:
-    """One request inside the scripted engine, and the stream of its outputs."""
+    """One request inside the scripted engine."""
 
-    def __init__(self, engine: ScriptedEngine, request: AddRequest, script: list[int]) -> None:
+    def __init__(
+        self, engine: ScriptedEngine, request: AddRequest, script: list[int], sink: OutputSink
+    ) -> None:
         self.engine = engine
         self.request = request
         self.script = script
+        self.sink = sink
         self.steps = 0
         self.num_emitted = 0
         self.num_scheduled = 0
         self.scheduled_time = 0.0
-        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._finished = False
-
-    def put(self, item: RequestOutput | Exception) -> None:
-        self._queue.put_nowait(item)
-
-    def __aiter__(self) -> "_Run":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._finished:
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            self._finished = True
-            raise item
-        self._finished = item.finish_reason is not None
-        return item
-
-    async def aclose(self) -> None:
-        self._finished = True
-        if self.request.request_id in self.engine._running:
-            self.engine.abort([self.request.request_id])
 
     def step(self) -> RequestOutput:
         self.steps += 1

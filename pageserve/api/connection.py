@@ -1,8 +1,10 @@
-"""uvicorn's connection, with the errors that come before there is a request made ours."""
+"""uvicorn's connection, with the errors that come before there is a request made ours, and a way
+around ASGI for the tokens of streams."""
 
 import asyncio
+from functools import partial
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pageserve.api.errors import APIError
 
@@ -13,7 +15,10 @@ MAX_HEADER_BYTES = 65536
 
 class Connection(HttpToolsProtocol):
     """Answers what is no HTTP with an error object, and waits for headers and bodies for a bounded
-    time: then it hangs up with no answer, as the SDK would take a 408 as "send it again"."""
+    time: then it hangs up with no answer, as the SDK would take a 408 as "send it again".
+
+    ``scope["write_body"]`` is :func:`write_body` for the request.
+    """
 
     _timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
     _body_timer: asyncio.TimerHandle | None = None
@@ -70,6 +75,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         self._await_body()
         super().on_headers_complete()
+        self.scope["write_body"] = partial(write_body, self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """Go on with a whole request."""
@@ -120,3 +126,15 @@ class Connection(HttpToolsProtocol):
             self._await_body()  # it is behind an answer that must not be cut, or we do not read it
         else:
             self.transport.close()
+
+
+def write_body(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Write a part of a streamed body now, if that needs no waiting; return whether it was done.
+
+    The same part as an ASGI message takes a coroutine, and so a task that is switched to.
+    """
+    if cycle.flow.write_paused or not cycle.chunked_encoding:
+        return False
+    if not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
+
+import msgspec
 
 from pageserve.api.chat_output import ChatParser
 from pageserve.api.context import QUESTION_TIMEOUT, ServingContext
@@ -19,13 +21,20 @@ from pageserve.api.errors import (
 )
 from pageserve.api.keys import ApiKey
 from pageserve.api.metrics import SequenceTimes
-from pageserve.engine.client import EngineDeadError
+from pageserve.engine.client import EngineDeadError, merge
 from pageserve.engine.output_processor import OutputProcessor, TextOutput
-from pageserve.messages import INVALID_LOGITS, PROMPT_TOO_LONG, AddRequest
+from pageserve.messages import (
+    ENGINE_DEAD,
+    INVALID_LOGITS,
+    PROMPT_TOO_LONG,
+    AddRequest,
+    RequestOutput,
+)
 
 logger = logging.getLogger("pageserve.api")
 
-MERGE_AHEAD = 64  # outputs of several sequences that may wait for their reader
+# Takes an output of a sequence; returns whether more may follow before resume().
+Taker = Callable[[int, TextOutput], bool]
 
 
 class _Sequence:
@@ -35,9 +44,12 @@ class _Sequence:
         "num_preemptions",
         "num_prompt",
         "parser",
+        "processor",
         "request",
         "times",
     )
+
+    processor: OutputProcessor  # from the start on
 
     def __init__(self, request: AddRequest, parser: ChatParser | None) -> None:
         self.request = request
@@ -76,6 +88,13 @@ class Generation:
             for i, request in enumerate(requests)
         ]
         self._live = set(range(len(requests)))
+        self._take: Taker
+        self._on_end: Callable[[], None]
+        self._held = False  # whether outputs wait for resume()
+        self._waiting: dict[int, RequestOutput] = {}  # by sequence, in the order of their turns
+        self._unscored: set[str] = set()  # whose scores were asked for and have not come
+        self._ended_by: Exception | TextOutput | None = None
+        self.ended = False
         self._deadline = deadline
         self._failure: APIError | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -144,19 +163,24 @@ class Generation:
         return sum(s.parser.num_reasoning_tokens for s in self._sequences if s.parser is not None)
 
     def abort(self, failure: APIError) -> None:
-        """End all sequences, unless they have; :meth:`outputs` then raises ``failure``."""
+        """End all sequences, unless they have; :meth:`result` then raises ``failure``."""
         if self._failure is None and self._live:
             self._failure = failure
             if failure.code == "deadline_exceeded":
                 self._metrics.deadlines.inc()
             self._context.client.abort([self._sequences[i].request.request_id for i in self._live])
 
-    def outputs(self) -> AsyncGenerator[tuple[int, TextOutput]]:
-        """Yield (sequence, output) as it comes, until each sequence has finished. Where prompts are
-        scored, the first output to a prompt is that of its first sequence, which has the scores.
+    def start(self, take: Taker, on_end: Callable[[], None]) -> None:
+        """Run the sequences. ``take(sequence, output)`` gets what is released as it comes, until
+        each has finished; after a False what comes is kept, merged by sequence so that memory stays
+        bounded, until :meth:`resume`. Then, or at the first failure, ``on_end()`` is called once.
 
-        Raises :class:`APIError` if one of them fails; closing the generator aborts them all.
+        Where prompts are scored, the first output to a prompt is that of its first sequence, which
+        has the scores. Raises :class:`APIError` if the engine or the request is gone already.
         """
+        if self._failure is not None:
+            raise self._failure
+        self._take, self._on_end = take, on_end
         loop, now = asyncio.get_running_loop(), time.monotonic()
         if self._deadline is not None:
             delay = self._deadline - now
@@ -165,7 +189,31 @@ class Generation:
         if patience is not None:
             delay = self.arrival + patience - now
             self._timers.append(loop.call_later(delay, self._patience_ended))
-        return self._run(0) if len(self._sequences) == 1 else self._merge()
+        tokenizer, client = self._context.loaded_tokenizer, self._context.client
+        for index, sequence in enumerate(self._sequences):
+            request = sequence.request
+            if request.sampling_params.prompt_logprobs is not None:
+                self._unscored.add(request.request_id)
+            sequence.processor = OutputProcessor(
+                tokenizer, request.sampling_params, request.prompt_token_ids
+            )
+            try:
+                client.submit(request, partial(self._put, index))
+            except EngineDeadError:
+                raise engine_dead() from None
+
+    def resume(self) -> None:
+        """Go on after an output was taken with a False."""
+        if not self.ended:
+            self._held = False
+            self._hand_over()
+
+    def result(self) -> None:
+        """Raise what ended the run before its time: an :class:`APIError`, or a bug's exception."""
+        if isinstance(self._ended_by, Exception):
+            raise self._ended_by
+        if self._ended_by is not None:
+            raise self._failure or _failure(self._ended_by)
 
     def close(self) -> None:
         """Give the place in the queue back; sequences still running count as aborted."""
@@ -173,12 +221,12 @@ class Generation:
             timer.cancel()
         if self._queue_check is not None:
             self._queue_check.cancel()
-        for index in sorted(self._live):
-            self._finish(index, "abort")
+        self._abort_live()
         for _, group in groupby(
             self._sequences, lambda s: s.request.parent_id or s.request.request_id
         ):
             self._metrics.longest_output(max(s.num_output for s in group))
+        self._take = lambda index, output: False  # it may hold what holds this
         self._context.generations.discard(self)
         self.key.charge(self.num_output_tokens)
         computed = sum(s.num_prompt for s in self._sequences if s.times.first_token)
@@ -234,80 +282,65 @@ class Generation:
                 seconds = self._context.config.queue_timeout
                 self.abort(deadline_exceeded(f"the request waited {seconds:g} s without being run"))
 
-    async def _run(self, index: int) -> AsyncGenerator[tuple[int, TextOutput]]:
-        """Run one sequence and count what it does."""
-        if self._failure is not None:
-            raise self._failure
-        context = self._context
-        sequence = self._sequences[index]
-        request = sequence.request
-        processor = OutputProcessor(
-            context.loaded_tokenizer, request.sampling_params, request.prompt_token_ids
-        )
-        try:
-            # Closing the stream aborts what still runs in the engine, behind a stop string say.
-            async with aclosing(context.client.submit(request)) as stream:  # type: ignore[type-var]
-                async for step in stream:
-                    output = processor.process(step)
-                    if output is None:
-                        continue
-                    self._observe(sequence, output)
-                    if sequence.parser is not None:
-                        output = sequence.parser.parse(output)
-                    if output.finish_reason is not None:
-                        self._ended(index, output)
-                    yield index, output
-                    if output.finish_reason is not None:  # perhaps before the engine knows
-                        return
-        except EngineDeadError:
-            raise engine_dead() from None
+    # --- outputs ---
 
-    def _ended(self, index: int, output: TextOutput) -> None:
-        """Count a sequence's end; raises :class:`APIError` if it is a failure."""
+    def _put(self, index: int, step: RequestOutput) -> None:
+        """The sink of a sequence."""
+        if not self._held and not self._unscored:
+            self._process(index, step)
+            return
+        earlier = self._waiting.setdefault(index, step)
+        if earlier is not step:
+            merge(earlier, step)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Process what waits, but for sequences whose prompt's scores have not come."""
+        while not self._held:
+            parents = ((i, self._sequences[i].request.parent_id) for i in self._waiting)
+            index = next((i for i, parent in parents if parent not in self._unscored), None)
+            if index is None:
+                return
+            self._process(index, self._waiting.pop(index))
+
+    def _process(self, index: int, step: RequestOutput) -> None:
+        sequence = self._sequences[index]
+        try:
+            output = sequence.processor.process(step)
+            if output is None:
+                return
+            self._observe(sequence, output)
+            if sequence.parser is not None:
+                output = sequence.parser.parse(output)
+            if self._unscored:
+                self._unscored.discard(sequence.request.request_id)
+            if output.finish_reason is None:
+                self._held = not self._take(index, output)
+            else:
+                self._take_last(index, output)
+        except Exception as error:  # a bug, too, must reach the reader, who would wait for ever
+            self._end(error)
+
+    def _take_last(self, index: int, output: TextOutput) -> None:
         reason = output.finish_reason
         assert reason is not None
         self._finish(index, "stop" if reason == "tool_calls" else reason)
-        if reason in ("error", "abort"):
-            if self._failure is None:
-                self._failure = _failure(output)
-                if output.error == INVALID_LOGITS:
-                    self._metrics.corrupted.inc()
-            raise self._failure
+        if reason not in ("error", "abort"):
+            self._held = not self._take(index, output)
+            if not self._live:
+                self._end(None)
+            return
+        if output.error == INVALID_LOGITS:
+            self._metrics.corrupted.inc()
+        if output.token_ids:  # what came before the failure is good
+            self._take(index, msgspec.structs.replace(output, finish_reason=None))
+        self._end(output)
 
-    async def _merge(self) -> AsyncGenerator[tuple[int, TextOutput]]:
-        queue: asyncio.Queue[tuple[int, TextOutput] | Exception] = asyncio.Queue(MERGE_AHEAD)
-        scored = {  # set once the first output of such a sequence is in the queue
-            s.request.request_id: asyncio.Event()
-            for s in self._sequences
-            if s.request.sampling_params.prompt_logprobs is not None
-        }
-
-        async def feed(index: int) -> None:
-            request = self._sequences[index].request
-            try:
-                async with aclosing(self._run(index)) as stream:
-                    async for item in stream:
-                        if request.parent_id in scored:
-                            await scored[request.parent_id].wait()
-                        await queue.put(item)
-                        if request.request_id in scored:
-                            scored[request.request_id].set()
-            except Exception as error:  # a bug, too, must reach the reader, who would wait for ever
-                await queue.put(error)
-
-        tasks = [asyncio.create_task(feed(i)) for i in range(len(self._sequences))]
-        try:
-            unfinished = len(tasks)
-            while unfinished:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                unfinished -= item[1].finish_reason is not None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _end(self, by: Exception | TextOutput | None) -> None:
+        self.ended = self._held = True
+        self._ended_by = by
+        self._abort_live()
+        self._on_end()
 
     # --- books ---
 
@@ -317,8 +350,8 @@ class Generation:
         metrics = self._metrics
         metrics.generation_tokens += output.num_output_tokens - sequence.num_output
         sequence.num_output = output.num_output_tokens
-        # The abort that the client makes itself knows nothing of them.
-        sequence.num_preemptions = max(sequence.num_preemptions, output.num_preemptions)
+        if output.num_preemptions > sequence.num_preemptions:
+            sequence.num_preemptions = output.num_preemptions
         if times.first_token:
             metrics.gaps.observe(now - times.last_token)
         elif output.num_output_tokens or output.finish_reason == "length":
@@ -335,10 +368,16 @@ class Generation:
         self._context.load.pending -= 1
         self._context.load.pending_tokens -= sequence.num_prompt
 
+    def _abort_live(self) -> None:
+        for index in sorted(self._live):
+            self._finish(index, "abort")
+
     def _finish(self, index: int, reason: str) -> None:
         self._live.discard(index)
         self._context.load.live -= 1
         sequence = self._sequences[index]
+        # It may have ended before the engine knows, behind a stop string say.
+        self._context.client.forget(sequence.request.request_id)
         times = sequence.times
         if not times.first_token:
             self._no_longer_pending(sequence)
@@ -353,6 +392,8 @@ def _failure(output: TextOutput) -> APIError:
     if output.finish_reason == "abort":
         return request_cancelled()
     error = output.error or ""
+    if error == ENGINE_DEAD:
+        return engine_dead()
     if error.startswith(PROMPT_TOO_LONG):
         return bad_request("context_length_exceeded", error.removeprefix(PROMPT_TOO_LONG).strip())
     logger.error("the engine failed on a request: %s", error)

@@ -41,7 +41,6 @@ class RequestFrame:
         inner = {**scope, "method": "GET"} if method == "HEAD" else dict(scope)
         inner["request_id"] = request_id
         logs.request_id.set(request_id)
-        inner["server_send"] = send
         if self.context.config.root_path:
             inner["root_path"] = self.context.config.root_path
         status = size = 0

@@ -7,8 +7,8 @@ Both are made of the same outputs. Nothing here is a pydantic model: a streamed 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -236,6 +236,7 @@ class ChunkEncoder:
             and not reply.echo
         )
         self._opened = False
+        self._started: dict[int, int] = {}  # choices of sequences whose rest is nothing but text
         self._num_unfinished = self._num_choices
         self._first = [True] * self._num_choices
         self._echoed = [not reply.echo] * self._num_choices
@@ -248,23 +249,22 @@ class ChunkEncoder:
 
     def encode(self, sequence: int, output: TextOutput) -> bytes:
         """Return the events for an output of a sequence: none, one or several."""
-        if output.prompt_logprobs is not None:
-            prompt = sequence // self._reply.fanout.sequences_per_prompt
-            self._scores[prompt] = output.prompt_logprobs
-        indices = self._reply.fanout.choices_of(sequence)
-        if len(indices) == 1:
-            return self._encode_choice(indices[0], output)
-        return b"".join([self._encode_choice(index, output) for index in indices])
-
-    def _encode_choice(self, index: int, output: TextOutput) -> bytes:
-        if self._plain and self._opened and output.finish_reason is None:
-            if isinstance(output, ChatOutput):
+        index = self._started.get(sequence)  # as for nearly every token
+        if index is not None and output.finish_reason is None:
+            if type(output) is ChatOutput:  # quicker to tell than by isinstance
                 head, field = self._choice_heads[index], self._reply.reasoning_field
                 return b"".join([head + _delta(p, field) + self._bare_tail for p in output.pieces])
             if not output.text:
                 return b""
             return self._text_heads[index] + orjson.dumps(output.text) + self._text_tail
-        return self._encode(index, output)
+        if output.prompt_logprobs is not None:
+            prompt = sequence // self._reply.fanout.sequences_per_prompt
+            self._scores[prompt] = output.prompt_logprobs
+        indices = self._reply.fanout.choices_of(sequence)
+        events = b"".join([self._encode(index, output) for index in indices])
+        if self._plain and len(indices) == 1:
+            self._started[sequence] = indices[0]
+        return events
 
     def _encode(self, index: int, output: TextOutput) -> bytes:
         events = []
@@ -463,6 +463,11 @@ class GenerationResponse(Response):
         )
 
 
+def _leave_unwritten(data: bytes) -> bool:
+    """Stand for ``write_body`` where the server offers none: everything is an ASGI message."""
+    return False
+
+
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -476,10 +481,16 @@ class WholeResponse(GenerationResponse):
         started = time.monotonic()
         fanout = self.reply.fanout
         outcomes = [Choice() for _ in range(fanout.num_prompts * fanout.sequences_per_prompt)]
+        ended = asyncio.Event()
+
+        def take(sequence: int, output: TextOutput) -> bool:
+            outcomes[sequence].add(output)
+            return True
+
         try:
-            async with aclosing(self.generation.outputs()) as outputs:
-                async for sequence, output in outputs:
-                    outcomes[sequence].add(output)
+            self.generation.start(take, ended.set)
+            await ended.wait()
+            self.generation.result()
             body = await self._whole_reply(outcomes)
             response = Response(body, media_type="application/json")
         except APIError as error:
@@ -505,6 +516,13 @@ class EventStreamResponse(GenerationResponse):
         super().__init__(*args)
         self._last_sent = time.monotonic()
         self._writing_since: float | None = self._last_sent  # until the headers are out
+        self._encoder = ChunkEncoder(self.reply, self.generation)
+        self._write: Callable[[bytes], bool]
+        # What could not be written at once, or what will spell it.
+        self._unsent: bytes | Callable[[], bytes] | None = None
+        self._echoes = self.reply.echo and self.reply.logprobs is not None
+        self._news = asyncio.Event()  # there is something unsent, or nothing more to come
+        self._reporter: asyncio.Task[None] | None = None
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the generation and send the whole answer."""
@@ -517,43 +535,59 @@ class EventStreamResponse(GenerationResponse):
         raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         self._writing_since = None
-        encoder = ChunkEncoder(self.reply, self.generation)
-        echoes = self.reply.echo and self.reply.logprobs is not None
-        # The wrappers that middleware puts around send care about the start and the end only.
-        send_chunk: Send = scope["server_send"]
-        reporter = self._start_reporter(encoder, send_chunk) if self.reply.return_progress else None
+        self._write = scope.get("write_body", _leave_unwritten)
+        if self.reply.return_progress:
+            self._reporter = self._start_reporter(send)
         try:
-            async with aclosing(self.generation.outputs()) as outputs:
-                async for sequence, output in outputs:
-                    if echoes and encoder.will_echo(sequence):  # thousands of entries at once
-                        encode = partial(encoder.encode, sequence, output)
-                        events = await self.context.in_thread(encode)
-                    else:
-                        events = encoder.encode(sequence, output)
-                    if events:
-                        if reporter is not None:
-                            reporter.cancel()
-                            reporter = None
-                        self._writing_since = self._last_sent = time.monotonic()
-                        await send_chunk(
-                            {"type": "http.response.body", "body": events, "more_body": True}
-                        )
-                        self._writing_since = None
-            last = encoder.end()
+            self.generation.start(self._take, self._news.set)
+            while not self.generation.ended:
+                await self._news.wait()
+                self._news.clear()
+                await self._send_unsent(send)
+            self.generation.result()
+            last = self._encoder.end()
         except APIError as error:
             last = self._error_event(error)
         except Exception:
             logger.exception("%s failed", self.generation.label)
             last = self._error_event(internal_error())
         finally:
-            if reporter is not None:
-                reporter.cancel()
+            if self._reporter is not None:
+                self._reporter.cancel()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _start_reporter(self, encoder: ChunkEncoder, send: Send) -> asyncio.Task[None]:
+    def _take(self, sequence: int, output: TextOutput) -> bool:
+        """Write the events of an output, or leave them to the task if the client lags behind or
+        they are long; return whether more may come."""
+        if self._echoes and self._encoder.will_echo(sequence):  # thousands of entries at once
+            self._unsent = partial(self._encoder.encode, sequence, output)
+        else:
+            events = self._encoder.encode(sequence, output)
+            if not events:
+                return True
+            if self._reporter is not None:
+                self._reporter.cancel()
+                self._reporter = None
+            self._last_sent = time.monotonic()
+            if self._write(events):
+                return True
+            self._unsent = events
+        self._news.set()
+        return False
+
+    async def _send_unsent(self, send: Send) -> None:
+        while (unsent := self._unsent) is not None:
+            self._unsent = None
+            events = unsent if isinstance(unsent, bytes) else await self.context.in_thread(unsent)
+            self._writing_since = self._last_sent = time.monotonic()
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+            self._writing_since = None
+            self.generation.resume()
+
+    def _start_reporter(self, send: Send) -> asyncio.Task[None]:
         async def tell(progress: dict[str, Any]) -> None:
             self._last_sent = time.monotonic()
-            body = encoder.progress(progress)
+            body = self._encoder.progress(progress)
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         client = self.context.client

@@ -3,7 +3,7 @@
     API process                                   engine process
     ProcessClient.submit ── AddRequest ──────────► PULL ─► EngineCore.add
                          ── AbortRequests ───────►      └► EngineCore.abort
-    RequestStream ◄──────── StepOutputs ────────── PUSH ◄─ EngineCore.step
+    sink of a request ◄──── StepOutputs ────────── PUSH ◄─ EngineCore.step
 
 Two one-way ZMQ sockets carry msgpack of the structs in messages.py. The engine ignores SIGINT and
 SIGTERM: the front decides when to drain, so a Ctrl-C that reaches the whole process group does not
@@ -22,17 +22,17 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pageserve.config import EngineConfig
-from pageserve.engine.client import EngineDeadError
+from pageserve.engine.client import EngineDeadError, OutputSink, merge
 from pageserve.messages import (
+    ENGINE_DEAD,
     AbortRequests,
     AddRequest,
     EngineDead,
@@ -61,6 +61,7 @@ logger = logging.getLogger("pageserve.engine")
 SIGN_OF_LIFE = 1.0  # seconds between messages while there is work of which no step can run
 IDLE_POLL_MS = 1000  # how long an idle engine waits before it looks for its parent
 STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
+POLLIN = int(zmq.POLLIN)  # plain, for it is asked for once a message
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the front-end decides what these mean
 
 
@@ -171,75 +172,6 @@ def _one_line(error: Exception) -> str:
 # --- client ---------------------------------------------------------------------------------------
 
 
-class RequestStream:
-    """Outputs of one request, for one consumer. A late one gets them merged, so memory stays
-    bounded."""
-
-    __slots__ = ("_client", "_error", "_finished", "_pending", "_request_id", "_waiter")
-
-    def __init__(self, client: "ProcessClient", request_id: str) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._pending: RequestOutput | None = None
-        self._error: str | None = None
-        # Waits for an output: what a step costs each stream, so no asyncio.Event around it.
-        self._waiter: asyncio.Future[None] | None = None
-        self._finished = False
-
-    def put(self, output: RequestOutput) -> None:
-        """Add an output; merge it into one that nobody has taken yet."""
-        if self._pending is None:
-            self._pending = output
-        else:
-            _merge(self._pending, output)
-        self._wake()
-
-    def fail(self, message: str) -> None:
-        """End the stream with :class:`EngineDeadError` once pending outputs were read."""
-        self._error = message
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # done: the consumer was cancelled
-            waiter.set_result(None)
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._finished:
-            raise StopAsyncIteration
-        while self._pending is None:
-            if self._error is not None:
-                self._finished = True
-                raise EngineDeadError(self._error)
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output, self._pending = self._pending, None
-        self._finished = output.finish_reason is not None
-        return output
-
-    async def aclose(self) -> None:
-        """Stop listening; abort the request if it has not finished."""
-        self._finished = True
-        self._client.forget(self._request_id)
-
-
-def _merge(into: RequestOutput, new: RequestOutput) -> None:
-    into.new_token_ids = into.new_token_ids + new.new_token_ids
-    if new.new_logprobs is not None:
-        into.new_logprobs = (into.new_logprobs or []) + new.new_logprobs
-    if new.prompt_logprobs is not None:
-        into.prompt_logprobs = (into.prompt_logprobs or []) + new.prompt_logprobs
-    into.finish_reason = new.finish_reason
-    into.stop_reason = new.stop_reason
-    into.error = new.error
-    into.grammar_ended = new.grammar_ended
-    into.num_preemptions = max(into.num_preemptions, new.num_preemptions)
-    into.scheduled_time = into.scheduled_time or new.scheduled_time
-
-
 def _start(process: multiprocessing.process.BaseProcess) -> None:
     """Start the engine so that no signal to the whole group reaches it: not even while it still
     imports and :func:`run_engine` has not said that it ignores them."""
@@ -265,13 +197,13 @@ class ProcessClient:
         self.dead: str | None = None
         self.stopped = asyncio.Event()  # set when the engine process is gone, however it went
         self._last_message = time.monotonic()
-        self._streams: dict[str, RequestStream] = {}
+        self._sinks: dict[str, OutputSink] = {}
         self._unfinished: set[str] = set()  # requests whose final output has not come
         self._questions: deque[asyncio.Future[Any]] = deque()  # answers come in their order
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._stopping = False
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def progress(self) -> LoadProgress:
@@ -300,8 +232,8 @@ class ProcessClient:
         self._directory = tempfile.mkdtemp(prefix="pageserve-")
         request_address = f"ipc://{self._directory}/requests"
         output_address = f"ipc://{self._directory}/outputs"
-        self._context = zmq.asyncio.Context()
-        self._requests = zmq.Context(self._context).socket(zmq.PUSH)
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PUSH)
         self._requests.set(zmq.SNDHWM, 0)
         self._requests.bind(request_address)
         self._outputs = self._context.socket(zmq.PULL)
@@ -314,14 +246,15 @@ class ProcessClient:
             daemon=True,
         )
         _start(self._process)
-        self._tasks = [
-            asyncio.create_task(self._pump()),
-            asyncio.create_task(self._watch(self._process)),
-        ]
-        self._tasks[0].add_done_callback(self._pump_ended)
+        self._watching = asyncio.create_task(self._watch(self._process))
+        # Becomes readable when messages come, and not again before all of them were taken.
+        self._output_fd = self._outputs.fileno()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._output_fd, self._read)
+        loop.call_soon(self._read)
 
     async def stop(self) -> None:
-        """Ask the engine to leave, kill it if it does not; no stream may be open any more."""
+        """Ask the engine to leave, kill it if it does not; no request may run any more."""
         self._stopping = True
         if self._process is None:
             return
@@ -330,16 +263,16 @@ class ProcessClient:
                 self._process.kill()
             else:
                 self._send(Shutdown())
-        timeout = 0 if self._tasks[1].done() else STOP_TIMEOUT  # a loop that ends cancels the watch
+        # A loop that ends cancels the watch.
+        timeout = 0 if self._watching.done() else STOP_TIMEOUT
         try:
             await asyncio.wait_for(self.stopped.wait(), timeout)
         except TimeoutError:
             self._process.kill()
             self._process.join()
             self.stopped.set()
-        for task in self._tasks:
-            task.cancel()
-        self._requests.close(linger=0)  # it belongs to a shadow of the context, which waits for it
+        self._watching.cancel()
+        asyncio.get_running_loop().remove_reader(self._output_fd)
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -349,31 +282,29 @@ class ProcessClient:
             self._process.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+    def submit(self, request: AddRequest, sink: OutputSink) -> None:
         """Send the request now; see :class:`EngineClient`."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         assert self.ready is not None, "nothing is submitted before the engine is ready"
-        assert request.request_id not in self._streams, "request ids are unique"
-        self._send(request)  # raises for what msgpack cannot say, and then no stream is left
-        stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+        assert request.request_id not in self._sinks, "request ids are unique"
+        self._send(request)  # raises for what msgpack cannot say, and then nothing is left of it
+        self._sinks[request.request_id] = sink
         if not self._unfinished:
             self._last_message = time.monotonic()
         self._unfinished.add(request.request_id)
-        return stream
 
     def abort(self, request_ids: list[str]) -> None:
-        """Tell the engine to forget requests; their streams end with ``abort`` at once."""
+        """Tell the engine to forget requests; see :class:`EngineClient`."""
         self._send(AbortRequests(request_ids))
-        for request_id in request_ids:
-            stream = self._streams.pop(request_id, None)
-            if stream is not None:
-                stream.put(RequestOutput(request_id, [], "abort"))
+        sinks = {i: self._sinks.pop(i) for i in request_ids if i in self._sinks}
+        for request_id, sink in sinks.items():
+            sink(RequestOutput(request_id, [], "abort"))
 
     def forget(self, request_id: str) -> None:
-        """Drop a stream nobody reads any more, and its request if it still runs."""
-        if self._streams.pop(request_id, None) is not None and self.dead is None:
-            self.abort([request_id])
+        """Tell nobody of a request any more; see :class:`EngineClient`."""
+        if self._sinks.pop(request_id, None) is not None and self.dead is None:
+            self._send(AbortRequests([request_id]))
 
     async def get_progress(self, request_ids: list[str] | None = None) -> list[RequestProgress]:
         """Ask where requests are; see :class:`EngineClient`."""
@@ -397,48 +328,60 @@ class ProcessClient:
         # The socket has no high-water mark, so this never blocks and needs no task.
         try:
             self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # nobody there: the engine has just died, and _watch ends the streams
+        except zmq.Again:  # nobody there: the engine has just died, and _watch tells the sinks
             logger.debug("no engine to take %s", type(message).__name__)
 
-    async def _pump(self) -> None:
-        decoder = msgspec.msgpack.Decoder(EngineMessage)
-        while True:
-            message = decoder.decode(await self._outputs.recv())
-            self._last_message = time.monotonic()
-            if isinstance(message, StepOutputs):
-                self.stats = message.stats
-                if message.step is not None:
-                    self.on_step(message.step)
-                for output in message.outputs:
-                    self._deliver(output)
-            elif isinstance(message, Progress | PrefixCacheReset):
-                answer = self._questions.popleft()
-                if not answer.done():  # it is if nobody waits any more
-                    answer.set_result(message)
-            elif isinstance(message, LoadProgress):
-                self.progress = message
-            elif isinstance(message, EngineReady):
-                self.ready = message
-                self._end_phase()
-            elif isinstance(message, EngineLog):
-                logger.log(message.level, "%s", message.message)
-            else:
-                self._die(message.message)
-
-    def _pump_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug in reading outputs must end the streams, which would wait for ever."""
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _read(self) -> None:
+        """Take all messages that have come. An engine that was faster than its reader is caught up
+        with: what several steps released for one request is handed over as one output."""
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            while int(self._outputs.get(zmq.EVENTS)) & POLLIN:
+                message = self._decoder.decode(self._outputs.recv())
+                if isinstance(message, StepOutputs):
+                    self.stats = message.stats
+                    if message.step is not None:
+                        self.on_step(message.step)
+                    for output in message.outputs:
+                        earlier = outputs.setdefault(output.request_id, output)
+                        if earlier is not output:
+                            merge(earlier, output)
+                else:
+                    self._hand_over(outputs)  # what was generated comes before an engine's death
+                    self._note(message)
+            self._hand_over(outputs)
+        except Exception as error:  # a bug: nobody would read on, and every request wait for ever
             self._die(f"the engine's outputs cannot be read: {error}")
             self.kill()
+            asyncio.get_running_loop().remove_reader(self._output_fd)
+        self._last_message = time.monotonic()
 
-    def _deliver(self, output: RequestOutput) -> None:
-        if output.finish_reason is None:
-            stream = self._streams.get(output.request_id)
-        else:
-            stream = self._streams.pop(output.request_id, None)
-            self._unfinished.discard(output.request_id)
-        if stream is not None:  # None: aborted by us a moment ago
-            stream.put(output)
+    def _hand_over(self, outputs: dict[str, RequestOutput]) -> None:
+        for request_id, output in outputs.items():
+            if output.finish_reason is None:
+                sink = self._sinks.get(request_id)
+            else:
+                sink = self._sinks.pop(request_id, None)
+                self._unfinished.discard(request_id)
+            if sink is not None:  # None: aborted by us a moment ago
+                sink(output)
+        outputs.clear()
+
+    def _note(self, message: EngineMessage) -> None:
+        """Take anything but the outputs of a step."""
+        if isinstance(message, Progress | PrefixCacheReset):
+            answer = self._questions.popleft()
+            if not answer.done():  # it is if nobody waits any more
+                answer.set_result(message)
+        elif isinstance(message, LoadProgress):
+            self.progress = message
+        elif isinstance(message, EngineReady):
+            self.ready = message
+            self._end_phase()
+        elif isinstance(message, EngineLog):
+            logger.log(message.level, "%s", message.message)
+        elif isinstance(message, EngineDead):
+            self._die(message.message)
 
     async def _watch(self, process: multiprocessing.process.BaseProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -448,7 +391,7 @@ class ProcessClient:
             await gone.wait()
         finally:
             loop.remove_reader(process.sentinel)
-        await asyncio.sleep(0.05)  # let _pump read a last message: it says why
+        await asyncio.sleep(0.05)  # let _read take a last message: it says why
         process.join()
         if not self._stopping:
             self._die(f"the engine process ended with exit code {process.exitcode}")
@@ -458,9 +401,9 @@ class ProcessClient:
         if self.dead is None:
             self.dead = message
             logger.error("engine: %s", message)
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(self.dead)
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            sink(RequestOutput(request_id, [], "error", error=ENGINE_DEAD))
         questions, self._questions = self._questions, deque()
         for answer in questions:
             if not answer.done():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import ssl
@@ -9,6 +10,8 @@ import subprocess
 
 import pytest
 import uvicorn
+from api_harness import CMPL, events_of
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pageserve.api import connection
 from pageserve.api.logs import JsonFormatter
@@ -20,8 +23,8 @@ from pageserve.config import ConfigError, ServerArgs
 def serve(make_api):
     """Run ``scenario(open)`` beside a uvicorn on a free port; ``open()`` connects to it."""
 
-    def serve(scenario, context=None, **server):
-        api = make_api(server=server)
+    def serve(scenario, context=None, engine=None, **server):
+        api = make_api(server=server, **(engine or {}))
         config = uvicorn_config(api.app, api.context.config)
         config.port = 0
 
@@ -43,6 +46,25 @@ def serve(make_api):
         return api.run(run())
 
     return serve
+
+
+def post(path, **fields):
+    data = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def unchunked(body):
+    """The body that a chunked one carries, which must end as it should."""
+    parts = []
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        parts.append(body[: int(size, 16)])
+        assert body[len(parts[-1]) :][:2] == b"\r\n"
+        body = body[len(parts[-1]) + 2 :]
+        if not parts[-1]:
+            assert not body
+            return b"".join(parts).decode()
 
 
 async def answer(open_connection, data):
@@ -230,3 +252,68 @@ def test_exceptions_stay_on_their_line():
         record = logging.LogRecord("n", 40, "", 0, "bad", (), (ValueError, error, None))
     line = JsonFormatter().format(record)
     assert "\n" not in line and "why" in json.loads(line)["exception"]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def text_of(events):
+    assert events.pop() == "[DONE]"
+    return [choice["text"] for event in events for choice in event["choices"] if choice["text"]]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_are_written_one_by_one_around_asgi(serve, monkeypatch, n):
+    """Each is an event at once, and none of them is an ASGI message."""
+    sent = []
+    send = RequestResponseCycle.send
+
+    async def note(cycle, message):
+        sent.append(message)
+        await send(cycle, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", note)
+    request = post(CMPL, prompt="hi", stream=True, n=n, temperature=1, max_tokens=50)
+    scenario = functools.partial(answer, data=request)
+    head, body = serve(scenario, engine={"script": [65] * 100, "step_delay": 0.001})
+    assert b"transfer-encoding: chunked" in head
+    assert text_of(events_of(unchunked(body))) == ["A"] * 50 * n
+    assert [m["type"] for m in sent] == ["http.response.start", "http.response.body"]
+    assert sent[-1]["body"] == b"data: [DONE]\n\n"
+
+
+def test_a_reader_that_lags_gets_all_in_larger_events(serve):
+    """What it has not read does not pile up in the server: tokens are merged instead."""
+    total = 40_000
+
+    async def scenario(open_connection):
+        reader, writer = await open_connection()
+        writer.write(post(CMPL, prompt="hi", stream=True, max_tokens=total))
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(3)  # the reader's own buffer is full long before
+        body = await reader.read()
+        writer.close()
+        return body
+
+    engine = {"script": [65] * total, "max_model_len": 50_000, "num_kv_blocks": 5_000}
+    texts = text_of(events_of(unchunked(serve(scenario, engine=engine))))
+    assert "".join(texts) == "A" * total
+    assert len(texts) < total / 2 and max(map(len, texts)) > total / 4
+
+
+def test_a_client_that_reads_nothing_over_a_socket_counts_as_gone(serve, monkeypatch, caplog):
+    monkeypatch.setattr("pageserve.api.replies.READ_TIMEOUT", 0.2)
+    monkeypatch.setattr("pageserve.api.replies.WATCH_INTERVAL", 0.05)
+
+    async def scenario(open_connection):
+        reader, writer = await open_connection()
+        writer.write(post(CMPL, prompt="hi", stream=True, max_tokens=100_000))
+        await reader.readuntil(b"\r\n\r\n")
+        async with asyncio.timeout(20):
+            while "client_disconnect" not in caplog.text:
+                await asyncio.sleep(0.05)
+        writer.close()
+
+    engine = {"script": [65] * 200_000, "max_model_len": 200_000, "num_kv_blocks": 20_000}
+    with caplog.at_level(logging.INFO, "pageserve.api"):
+        serve(scenario, engine=engine, sse_keepalive=0.0)

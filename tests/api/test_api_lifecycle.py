@@ -362,6 +362,27 @@ def test_death_of_the_engine_ends_every_request(make_api, stream):
             assert json.loads(client.text)["error"]["code"] == "engine_dead"
 
 
+def test_what_came_before_the_engine_died_reaches_a_client_that_lags(make_api):
+    api = make_api(script=[65] * 10_000, step_delay=0.001)
+
+    async def scenario():
+        client = Client(api, CMPL, stream=True, max_tokens=4000)
+        await client.until(lambda: len(client.messages) > 5)
+        client._reads.clear()
+        (run,) = api.engine._running.values()
+        num_sent = client.text.count("A")
+        await until(lambda: run.num_emitted > num_sent + 20)
+        api.engine.die()
+        client._reads.set()
+        await client.task
+        return client.text, run.num_emitted
+
+    text, num_emitted = api.run(scenario())
+    *events, last = events_of(text)
+    assert sum(len(e["choices"][0]["text"]) for e in events) == num_emitted
+    assert last["error"]["code"] == "engine_dead"
+
+
 def test_bug_inside_a_stream_is_an_error_frame(api, monkeypatch, caplog):
     def crash(*_):
         raise RuntimeError("secret detail")

@@ -16,10 +16,12 @@ import zmq
 
 from pageserve.config import CacheArgs, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine import core, process
-from pageserve.engine.client import EngineDeadError
-from pageserve.engine.process import ProcessClient, RequestStream, run_engine
+from pageserve.engine.client import EngineDeadError, merge
+from pageserve.engine.process import ProcessClient, run_engine
 from pageserve.messages import (
+    ENGINE_DEAD,
     AddRequest,
+    EngineDead,
     EngineReady,
     RequestOutput,
     SchedulerStats,
@@ -78,71 +80,87 @@ def unreadable_engine(config, request_address: str, output_address: str) -> None
     time.sleep(60)
 
 
-# --- streams --------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------------------
 
 
-class Forgetting:
-    def __init__(self) -> None:
-        self.forgotten: list[str] = []
+class Reader:
+    """Submits a request and keeps what its sink gets."""
 
-    def forget(self, request_id: str) -> None:
-        self.forgotten.append(request_id)
+    def __init__(self, client: ProcessClient, request: AddRequest) -> None:
+        self.outputs: list[RequestOutput] = []
+        client.submit(request, self.outputs.append)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
+    async def read(self, timeout: float = 10) -> list[RequestOutput]:
+        """All outputs, of which only the last one has a finish reason."""
+        await until(lambda: self.ended, timeout)
+        assert all(o.finish_reason is None for o in self.outputs[:-1])
+        return self.outputs
+
+    async def first(self) -> None:
+        await until(lambda: self.outputs)
 
 
-def test_outputs_nobody_took_are_merged():
+def test_merged_outputs_have_everything_of_both():
+    first = RequestOutput("r", [0], num_cached_tokens=16, num_preemptions=0, scheduled_time=7.0)
+    first.new_logprobs = [TokenLogprobs(0, 0.0)]
+    for n in (1, 2):
+        logprobs = [TokenLogprobs(n, -n)]
+        merge(first, RequestOutput("r", [n], new_logprobs=logprobs, num_preemptions=n))
+    assert first.new_token_ids == [0, 1, 2] and first.finish_reason is None
+    assert [entry.token_id for entry in first.new_logprobs] == [0, 1, 2]
+    assert (first.num_cached_tokens, first.num_preemptions) == (16, 2)
+    assert first.scheduled_time == 7.0
+    merge(first, RequestOutput("r", [3], "stop", stop_reason=3, num_cached_tokens=16))
+    assert first.new_token_ids == [0, 1, 2, 3]
+    assert (first.finish_reason, first.stop_reason) == ("stop", 3)
+
+
+def hasty_engine(config, request_address: str, output_address: str) -> None:
+    """An engine that sends ten steps of two requests at once, and dies."""
+    context = zmq.Context()
+    requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    requests.connect(request_address)
+    outputs.connect(output_address)
+    facts = EngineReady(256, 100, [0], 16, 32, 4, 64, "float32", "cpu", "torch_blockwise", "fp")
+    outputs.send(msgspec.msgpack.encode(facts))
+    requests.recv(), requests.recv()
+    for n in range(10):
+        step = [RequestOutput("a", [n]), RequestOutput("b", [n], "length" if n == 9 else None)]
+        outputs.send(msgspec.msgpack.encode(StepOutputs(step, SchedulerStats(steps_total=n + 1))))
+    outputs.send(msgspec.msgpack.encode(EngineDead("tired")))
+    time.sleep(60)
+
+
+def test_an_engine_ahead_of_its_reader_is_caught_up_with(monkeypatch):
+    """All that has come is handed over at once, and before the engine's death."""
+    monkeypatch.setattr(process, "run_engine", hasty_engine)
+
     async def run():
-        stream = RequestStream(Forgetting(), "r")
-        for n in range(3):
-            stream.put(
-                RequestOutput(
-                    "r",
-                    [n],
-                    new_logprobs=[TokenLogprobs(n, -n)],
-                    num_cached_tokens=16,
-                    num_preemptions=n,
-                    scheduled_time=7.0,
-                )
-            )
-        first = await anext(stream)
-        assert first.new_token_ids == [0, 1, 2] and first.finish_reason is None
-        assert [entry.token_id for entry in first.new_logprobs] == [0, 1, 2]
-        assert (first.num_cached_tokens, first.num_preemptions) == (16, 2)
-        assert first.scheduled_time == 7.0
-        stream.put(RequestOutput("r", [3], num_cached_tokens=16))
-        stream.put(RequestOutput("r", [4], "stop", stop_reason=4, num_cached_tokens=16))
-        last = await anext(stream)
-        assert (last.new_token_ids, last.finish_reason, last.stop_reason) == ([3, 4], "stop", 4)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
+        client = ProcessClient(EngineConfig())
+        await start(client)
+        a, b = Reader(client, request("a")), Reader(client, request("b"))
+        time.sleep(1)  # the loop is busy while the engine sends
+        outputs_a, outputs_b = await a.read(), await b.read()
+        client.kill()
+        await client.stop()
+        assert client.stats.steps_total == 10 and client.dead == "tired"
+        return outputs_a, outputs_b
 
-    asyncio.run(run())
-
-
-def test_what_was_generated_is_read_before_the_engines_death():
-    async def run():
-        stream = RequestStream(Forgetting(), "r")
-        stream.put(RequestOutput("r", [1]))
-        stream.fail("killed")
-        assert (await anext(stream)).new_token_ids == [1]
-        with pytest.raises(EngineDeadError, match="killed"):
-            await anext(stream)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-
-    asyncio.run(run())
-
-
-def test_closing_a_stream_forgets_its_request():
-    client = Forgetting()
-    asyncio.run(RequestStream(client, "r").aclose())
-    assert client.forgotten == ["r"]
+    (first, death), (whole,) = asyncio.run(run())
+    assert first.new_token_ids == whole.new_token_ids == list(range(10))
+    assert whole.finish_reason == "length"
+    assert (death.finish_reason, death.error) == ("error", ENGINE_DEAD)
 
 
 # --- the real engine ------------------------------------------------------------------------------
 
 
 def test_life_of_an_engine_process(tiny_checkpoint, caplog):
-    """C072 for the client: requests run, a late reader gets all tokens, aclose and abort free."""
+    """C072 for the client: requests run, and forgotten and aborted ones free what they had."""
 
     async def run():
         client = ProcessClient(config(tiny_checkpoint("mistral", sliding_window=100)))
@@ -155,21 +173,22 @@ def test_life_of_an_engine_process(tiny_checkpoint, caplog):
         unspeakable = request("unspeakable")
         unspeakable.priority = 2**64
         with pytest.raises(OverflowError):
-            client.submit(unspeakable)
+            Reader(client, unspeakable)
         assert client.busy_since is None, "nothing waits for a request that was never sent"
-        late = client.submit(request("late", 20))
-        closed = client.submit(request("closed"))
-        aborted = client.submit(request("aborted"))
+        whole = Reader(client, request("whole", 20))
+        forgotten = Reader(client, request("forgotten"))
+        aborted = Reader(client, request("aborted"))
         assert client.busy_since is not None
-        await anext(closed)
-        await closed.aclose()
+        await forgotten.first()
+        client.forget("forgotten")
         client.abort(["aborted"])
-        outputs = [output async for output in aborted]
-        assert [o.finish_reason for o in outputs if o.finish_reason] == ["abort"]
+        num_read = len(forgotten.outputs)
+        assert aborted.ended and aborted.outputs[-1].finish_reason == "abort"
         await until(lambda: client.busy_since is None)
-        outputs = [output async for output in late]
-        assert sum(len(o.new_token_ids) for o in outputs) == 20 and len(outputs) == 1
-        assert outputs[0].finish_reason == "length"
+        assert len(forgotten.outputs) == num_read and len(await aborted.read()) > 0
+        outputs = await whole.read()
+        assert sum(len(o.new_token_ids) for o in outputs) == 20
+        assert outputs[-1].finish_reason == "length"
         await until(lambda: client.stats.num_used_blocks == client.stats.num_running == 0)
         await client.stop()
         assert client.dead is None and client._process.exitcode == 0
@@ -190,14 +209,11 @@ def test_exception_in_a_step_ends_all_streams(tiny_checkpoint, monkeypatch, tmp_
     async def run():
         client = ProcessClient(config(tiny_checkpoint("llama"), trace))
         await start(client)
-        streams = [client.submit(request(f"r{n}")) for n in range(3)]
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match="RuntimeError: broken step"):
-                async with asyncio.timeout(10):
-                    async for _ in stream:
-                        pass
+        for reader in [Reader(client, request(f"r{n}")) for n in range(3)]:
+            assert (await reader.read())[-1].error == ENGINE_DEAD
+        assert "RuntimeError: broken step" in client.dead
         with pytest.raises(EngineDeadError):
-            client.submit(request("late"))
+            Reader(client, request("late"))
         await client.stop()
         assert client._process.exitcode == 1
 
@@ -211,19 +227,17 @@ def test_killed_with_streams_open(tiny_checkpoint):
     async def run():
         client = ProcessClient(config(tiny_checkpoint("llama")))
         await start(client)
-        running, closed = client.submit(request("running")), client.submit(request("closed"))
-        await anext(closed)
+        running, closed = (Reader(client, request(name)) for name in ("running", "closed"))
+        await closed.first()
         client.kill()
         client._process.join()
         await asyncio.sleep(0.02)
         for n in range(3):
             client.abort([f"unknown {n}"])
             await asyncio.sleep(0)
-        await closed.aclose()
-        with pytest.raises(EngineDeadError, match="exit code -9"):
-            async with asyncio.timeout(10):
-                async for _ in running:
-                    pass
+        client.forget("closed")
+        assert (await running.read())[-1].error == ENGINE_DEAD
+        assert "exit code -9" in client.dead
         await client.stop()
 
     asyncio.run(run())
@@ -268,7 +282,7 @@ def test_killed_before_it_was_ready(monkeypatch):
         await until(client.stopped.is_set)
         assert client.ready is None and "exit code -9" in client.dead
         with pytest.raises(EngineDeadError, match="exit code -9"):
-            client.submit(request("late"))
+            Reader(client, request("late"))
         await client.stop()
 
     asyncio.run(run())
@@ -296,8 +310,7 @@ def test_stop_in_a_loop_that_has_cancelled_everything(monkeypatch):
         client = ProcessClient(EngineConfig())
         await client.start()
         await asyncio.sleep(0)
-        for task in client._tasks:
-            task.cancel()
+        client._watching.cancel()
         await asyncio.sleep(0)
         async with asyncio.timeout(20):
             await client.stop()
@@ -385,11 +398,9 @@ def test_hung_engine_keeps_no_aborted_stream_and_does_not_look_idle(monkeypatch)
         client = ProcessClient(EngineConfig())
         await start(client)
         try:
-            stream = client.submit(request("r"))
+            reader = Reader(client, request("r"))
             client.abort(["r"])
-            async with asyncio.timeout(5):
-                outputs = [output async for output in stream]
-            assert [o.finish_reason for o in outputs] == ["abort"]
+            assert [o.finish_reason for o in reader.outputs] == ["abort"]
             assert client.busy_since is not None
             question = asyncio.ensure_future(client.get_progress())
             await asyncio.sleep(0)
@@ -411,8 +422,7 @@ def test_questions_are_answered_in_order(tiny_checkpoint):
         await start(client)
         try:
             assert await client.get_progress() == []
-            stream = client.submit(request("r"))
-            await anext(stream)
+            await Reader(client, request("r")).first()
             gone = asyncio.ensure_future(
                 client.get_progress()
             )  # nobody waits for this one's answer
@@ -427,7 +437,7 @@ def test_questions_are_answered_in_order(tiny_checkpoint):
             assert (progress.request_id, progress.queue_position) == ("r", 0)
             assert progress.num_prompt_tokens == 3 and progress.num_output_tokens >= 1
             assert nothing == [] and num_blocks == 0
-            await stream.aclose()
+            client.forget("r")
             await until(lambda: client.busy_since is None)
         finally:
             await client.stop()
