@@ -10,7 +10,8 @@ together in one event: the clients count events, and it is these that the time i
     engine link    the engine's messages read and handed to sinks that drop them
     over sockets   a server as `python server.py` runs it, nothing subtracted: what counts
     set-up         the part of it that requests of one token cost, spread over --tokens
-    intake         requests with prompts of --prompt token ids that arrive together
+    intake         32 requests with prompts of --prompt token ids that arrive together, from their
+                   connections to what the engine is sent
 
 What this does not show: an engine's own time, templates and tokenising of long prompts, tools.
 
@@ -44,9 +45,10 @@ from fakes import byte_tokenizer  # noqa: E402
 
 from pageserve.api.app import build_app  # noqa: E402
 from pageserve.api.context import ServingContext  # noqa: E402
-from pageserve.api.server import uvicorn_config  # noqa: E402
+from pageserve.api.server import settle_garbage_collector, uvicorn_config  # noqa: E402
 from pageserve.config import EngineConfig, ServerArgs  # noqa: E402
 from pageserve.engine import process  # noqa: E402
+from pageserve.engine.client import OutputSink  # noqa: E402
 from pageserve.engine.process import ProcessClient  # noqa: E402
 from pageserve.messages import (  # noqa: E402
     AddRequest,
@@ -110,10 +112,20 @@ def scripted_engine(
             outputs.send(encoder.encode(StepOutputs(released, stats, StepStats(len(released)))))
 
 
+class NotingClient(ProcessClient):
+    """Notes the CPU time by which the latest request was sent."""
+
+    submitted_at = 0.0
+
+    def submit(self, request: AddRequest, sink: OutputSink) -> None:
+        super().submit(request, sink)
+        self.submitted_at = time.process_time()
+
+
 @contextlib.asynccontextmanager
-async def engine_client(start_at: int, interval: float) -> AsyncIterator[ProcessClient]:
+async def engine_client(start_at: int, interval: float) -> AsyncIterator[NotingClient]:
     process.run_engine = partial(scripted_engine, start_at, interval)
-    client = ProcessClient(EngineConfig())
+    client = NotingClient(EngineConfig())
     await client.start()
     while client.ready is None:
         assert client.dead is None, client.dead
@@ -224,8 +236,9 @@ async def engine_link(streams: int, tokens: int, interval: float) -> float:
         return time.process_time() - start
 
 
-async def over_sockets(requests: list[bytes], interval: float) -> tuple[float, int]:
-    """CPU seconds of a server that answers these requests, and the events that its clients got."""
+async def over_sockets(requests: list[bytes], interval: float) -> tuple[float, float, int]:
+    """CPU seconds of a server that answers these requests: for all of it, and until the engine has
+    the last one. And how many events its clients got."""
     async with engine_client(len(requests), interval) as client:
         args = ServerArgs()
         context = ServingContext(client, args, ("bench",), tokenizer=byte_tokenizer())
@@ -244,7 +257,7 @@ async def over_sockets(requests: list[bytes], interval: float) -> tuple[float, i
         used = time.process_time() - start
         server.should_exit = True
         await serving
-        return used, events
+        return used, client.submitted_at - start, events
 
 
 def main() -> None:
@@ -273,14 +286,19 @@ def main() -> None:
         return min(uvloop.run(measure()) for _ in range(args.repeat)) * 1e6
 
     async def served(requests: list[bytes], tokens: int) -> float:
-        used, events = await over_sockets(requests, interval)
+        used, _, events = await over_sockets(requests, interval)
         assert events >= 0.9 * tokens, f"{events} events of {tokens} tokens: a busy machine?"
         return used / events
+
+    async def taken_in(requests: list[bytes]) -> float:
+        _, used, _ = await over_sockets(requests, interval=0.5)  # no step comes in between
+        return used / len(requests)
 
     def show(name: str, value: float, of: str) -> None:
         result[f"{name.replace(' ', '_')}_us_per_{of}"] = round(value, 2)
         print(f"{name:13} {value:7.2f} µs of CPU per {of}")
 
+    settle_garbage_collector()
     total = args.streams * args.tokens
     sizes = args.streams, args.tokens, interval
     show("bare write", best(lambda: bare_write(*sizes)) / total, "token")
@@ -288,8 +306,7 @@ def main() -> None:
     show("over sockets", best(lambda: served(chats(*sizes[:2]), total)), "token")
     setup = best(lambda: served(chats(args.streams, 1), args.streams)) / args.tokens
     show("set-up", setup, "token")
-    prompts = completions(32, args.prompt)
-    show("intake", best(lambda: served(prompts, len(prompts))), "request")
+    show("intake", best(lambda: taken_in(completions(32, args.prompt))), "request")
     report(result, args.json)
 
 

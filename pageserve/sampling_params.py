@@ -4,10 +4,11 @@ The API fills it from the JSON body, it crosses the process as it is, and the sc
 and the sampler (choosing) read it. Nothing here knows about a tokenizer or a tensor.
 """
 
+import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Any, Self
 
 import msgspec
 
@@ -168,10 +169,19 @@ def _integer(name: str, value: int | None, low: int, high: int | None = None) ->
 def check_ids(name: str, token_ids: Collection[int], vocab_size: int | None) -> None:
     """Raise :class:`ParameterError` for the first id that a vocabulary of this size (None: of any)
     does not have. ``name`` is the parameter that has the ids."""
-    end = math.inf if vocab_size is None else vocab_size
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= end):
-        wrong = next(i for i in token_ids if not 0 <= i < end)
+    try:  # in C: there may be a hundred thousand
+        msgspec.convert(list(token_ids), _ids_below(vocab_size))
+    except msgspec.ValidationError:
+        end = math.inf if vocab_size is None else vocab_size
+        wrong = next((i for i in token_ids if not 0 <= i < end), None)
+        if wrong is None:
+            return  # integers of another kind
         message = f"{name} has token id {wrong}; ids run from 0"
         raise ParameterError(
             name, "invalid_value", message if vocab_size is None else f"{message} to {end - 1}"
-        )
+        ) from None
+
+
+@functools.cache
+def _ids_below(vocab_size: int | None) -> Any:
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]

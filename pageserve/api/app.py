@@ -4,11 +4,15 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import pageserve
 from pageserve.api import control, probes
@@ -49,9 +53,37 @@ EXPOSED_HEADERS = [
 ]  # fmt: skip
 
 
+class _Route(APIRoute):
+    """Calls its endpoint with the request and sends what it returns."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose path matches."""
+        if scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)  # which refuses the method
+            return
+        response = await self.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+class _App(FastAPI):
+    """FastAPI for its document alone. It has nothing to inject, to serialise or to clean up here,
+    and the layers that look for that take longer than many answers."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return the middleware around the routes, of which the outermost takes every error."""
+        app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
+        for cls, args, kwargs in reversed(self.user_middleware):
+            app = cls(app, *args, **kwargs)
+        return app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        await Starlette.__call__(self, scope, receive, send)
+
+
 def build_app(context: ServingContext) -> FastAPI:
     """Return the application; it may serve while ``context`` is still being filled."""
-    app = FastAPI(
+    app = _App(
         title="pageserve",
         version=pageserve.__version__,
         docs_url=None,
@@ -91,7 +123,7 @@ def _add_routes(app: FastAPI, context: ServingContext) -> None:
             return await handler(context, request)
 
         for path in paths:
-            app.add_api_route(
+            app.router.add_api_route(
                 path,
                 route,
                 methods=[method],
@@ -99,6 +131,7 @@ def _add_routes(app: FastAPI, context: ServingContext) -> None:
                 response_model=None,
                 description=(handler.__doc__ or "").partition("\n")[0],
                 openapi_extra=describe(path, body, answer),
+                route_class_override=_Route,
             )
 
     add(

@@ -33,7 +33,12 @@ async def create_completion(context: ServingContext, http: Request) -> Response:
         params = _params(context, request)
         return [_encode(context, request, prompt) for prompt in request.prompt], params
 
-    prompts, params = await context.in_thread(prepare)
+    # Checking ids takes less time than a thread's turn.
+    plain = not (request.echo or request.stop or request.bad_words)
+    if plain and all(isinstance(prompt, list) for prompt in request.prompt):
+        prompts, params = prepare()
+    else:
+        prompts, params = await context.in_thread(prepare)
     grammar = await compile_constraint(context, request)
     return respond(context, http, request, prompts, params, grammar, headers, arrival)
 

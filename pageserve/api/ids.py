@@ -2,17 +2,13 @@
 
 import os
 
-BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+BASE62 = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_OF_BYTE = bytes(BASE62[byte % len(BASE62)] for byte in range(256))
 
 
 def random_id(prefix: str, length: int = 29) -> str:
     """Return ``prefix`` and ``length`` random base62 characters."""
-    number = int.from_bytes(os.urandom(length))
-    digits = []
-    for _ in range(length):
-        number, digit = divmod(number, 62)
-        digits.append(BASE62[digit])
-    return prefix + "".join(digits)
+    return prefix + os.urandom(length).translate(_OF_BYTE).decode()
 
 
 def tool_call_id() -> str:

@@ -1,8 +1,9 @@
 """Prometheus metrics under vLLM's names, so that its dashboards work.
 
-Every app has its own registry. What changes once a token is kept in plain numbers and turned into
-samples when Prometheus asks; the rest uses the client library. No label value ever comes from a
-request: the model is the first served name, unknown paths share one handler.
+Every app has its own registry. What changes once a token, and all histograms, are kept in plain
+numbers and turned into samples when Prometheus asks; the rest uses the client library. No label
+value ever comes from a request: the model is the first served name, unknown paths share one
+handler.
 """
 
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, GCCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -137,13 +138,13 @@ class Metrics:
         GCCollector(registry=self.registry)
 
     def _make_histograms(self, max_model_len: int) -> None:
-        def make(name: str, help: str, buckets: Sequence[float]) -> Histogram:
-            metric = Histogram(
-                f"vllm:{name}", help, LABELS, registry=self.registry, buckets=buckets
-            )
-            return metric.labels(*self.labels)
+        self._histograms: dict[tuple[str, str], HotHistogram] = {}  # by name and help
 
-        def latency(name: str, help: str) -> Histogram:
+        def make(name: str, help: str, buckets: Sequence[float]) -> HotHistogram:
+            metric = self._histograms[f"vllm:{name}", help] = HotHistogram(buckets)
+            return metric
+
+        def latency(name: str, help: str) -> HotHistogram:
             return make(name, help, LATENCY_BUCKETS)
 
         tokens = one_two_five(max_model_len)
@@ -323,6 +324,8 @@ class Metrics:
         )
         yield compiled
         yield from self._by_label()
+        for (name, help), histogram in self._histograms.items():
+            yield histogram.family(name, help, self.labels)
         for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
             yield self.gaps.family(f"vllm:{name}", "gap between two outputs", self.labels)
         yield self._iterations.family("vllm:iteration_tokens_total", "tokens a step", self.labels)

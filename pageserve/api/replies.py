@@ -557,21 +557,20 @@ class EventStreamResponse(GenerationResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _take(self, sequence: int, output: TextOutput) -> bool:
-        """Write the events of an output, or leave them to the task if the client lags behind or
-        they are long; return whether more may come."""
-        if self._echoes and self._encoder.will_echo(sequence):  # thousands of entries at once
-            self._unsent = partial(self._encoder.encode, sequence, output)
-        else:
-            events = self._encoder.encode(sequence, output)
-            if not events:
-                return True
-            if self._reporter is not None:
-                self._reporter.cancel()
-                self._reporter = None
-            self._last_sent = time.monotonic()
-            if self._write(events):
-                return True
-            self._unsent = events
+        """Write the events of an output, or leave them to the task if that has to wait; return
+        whether more may come."""
+        echoes = self._echoes and self._encoder.will_echo(sequence)
+        events = b"" if echoes else self._encoder.encode(sequence, output)
+        if not echoes and not events:
+            return True
+        if self._reporter is not None:
+            self._reporter.cancel()
+            self._reporter = None
+        self._last_sent = time.monotonic()
+        if not echoes and self._write(events):
+            return True
+        # Of an echo there may be thousands of log probabilities, which are spelled in a thread.
+        self._unsent = partial(self._encoder.encode, sequence, output) if echoes else events
         self._news.set()
         return False
 

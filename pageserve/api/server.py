@@ -7,6 +7,7 @@ once. A dead engine ends every stream with an error frame and the process with e
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -116,6 +117,14 @@ def uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
     return config
 
 
+def settle_garbage_collector() -> None:
+    """Take what is loaded out of the collector's sight: no stream shall wait while it walks through
+    all libraries, and no burst of long prompts shall set it off by itself."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: a signal drains first, see _Lifecycle."""
 
@@ -215,6 +224,7 @@ class _Lifecycle:
                 await asyncio.sleep(0.02)
         finally:
             shown.cancel()
+        settle_garbage_collector()
         if self.client.ready is not None:
             logger.info("ready: %s", ", ".join(self.context.model_names))
 

@@ -294,10 +294,11 @@ def respond(
         continuous_usage=request.continuous_usage,
         logprobs=_logprob_formats(context, request, fanout),
         num_logprobs=params.logprobs or 0,
-        echo=getattr(request, "echo", False) is True,
+        echo=isinstance(request, CompletionRequest) and request.echo,
         num_prompt_logprobs=request.prompt_logprobs,
         return_token_ids=request.return_token_ids,
-        return_prompt_text=getattr(request, "return_prompt_text", False),
+        return_prompt_text=isinstance(request, ChatCompletionRequest)
+        and request.return_prompt_text,
         timings=context.config.timings or http.headers.get("x-timings") == "1",
         return_progress=request.return_progress,
         reasoning_field=context.config.reasoning_field,

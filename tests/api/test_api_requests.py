@@ -299,3 +299,28 @@ def test_members_of_another_role_mean_nothing(api, role, key):
         reply = api.chat(messages=[{**message, key: value}], max_tokens=2)
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["prompt_tokens"] == expected
+
+
+@pytest.mark.parametrize(("wrong", "named"), [
+    (True, "true"), (1.0, "1.0"), (1.5, "1.5"), ("1", "'1'"), ([1], "an array"),
+])  # fmt: skip
+@pytest.mark.parametrize("where", [1, 2000])
+def test_what_is_no_token_id_is_named(api, wrong, named, where):
+    ids = [65] * 2100
+    ids[where] = wrong
+    for prompt, param in ((ids, "prompt"), ([[65], ids], "prompt[1]")):
+        error = error_of(api.cmpl(prompt=prompt))
+        assert (error["code"], error["param"]) == ("invalid_type", param)
+        assert error["message"] == f"a prompt has {named} where a token id belongs"
+
+
+@pytest.mark.parametrize("wrong", [-1, TOKENIZER.size, 2**32, 2**63, -(2**63)])
+@pytest.mark.parametrize("echo", [False, True])  # in the event loop, and in a thread
+def test_a_token_id_that_does_not_exist_is_named(api, wrong, echo):
+    ids = [TOKENIZER.size - 1] * 2100
+    assert api.cmpl(prompt=ids, echo=echo, max_tokens=1).status_code == 200
+    ids[2000] = wrong
+    error = error_of(api.cmpl(prompt=ids, echo=echo))
+    assert (error["code"], error["param"]) == ("invalid_value", "prompt")
+    ends = f"ids run from 0 to {TOKENIZER.size - 1}"
+    assert error["message"] == f"prompt has token id {wrong}; {ends}"
