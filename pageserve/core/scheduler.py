@@ -136,6 +136,7 @@ class Scheduler:
         self._in_flight: dict[int, list[Request]] = {}  # step id → requests of its sampling rows
         self._scored: dict[int, list[tuple[Request, int]]] = {}  # step id → rows that score
         self._children: dict[str, list[Request]] = {}  # waiting for the prompt of a live request
+        self._places: dict[str, int] | None = None  # in the queue from 1 on; None: to be counted
 
         self._eos_token_ids = frozenset(eos_token_ids)
         self._watermark_blocks = int(watermark * num_blocks)
@@ -161,6 +162,7 @@ class Scheduler:
         """
         if message.request_id in self.requests:
             raise ValueError(f"request id {message.request_id} is in use")
+        self._places = None
         error = self._why_never(message)
         if error is not None:
             return RequestOutput(message.request_id, [], "error", error=error)
@@ -215,6 +217,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests wherever they are; unknown and finished ids are ignored. Returns the final
         output of each that was alive."""
+        self._places = None
         outputs = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
@@ -240,6 +243,7 @@ class Scheduler:
         rest in running order; then the waiting are admitted. Only the first kind can need a block,
         only it preempts, and only requests behind it that this step has not planned yet.
         """
+        self._places = None
         self.kv_cache_manager.begin_step()
         step = _Step(self.max_num_batched_tokens)
         unfinished = self._schedule_decodes(step)
@@ -455,6 +459,7 @@ class Scheduler:
         if result.step_id != step.step_id:
             raise ValueError(f"result of step {result.step_id} given for step {step.step_id}")
         requests = self._in_flight.pop(step.step_id)
+        self._places = None
         outputs: list[RequestOutput] = []
         num_live = len(self.requests)
         logprobs = result.logprobs or [None] * len(requests)
@@ -566,6 +571,7 @@ class Scheduler:
         and nothing else can run (``idle``)."""
         if self.structured_output is None:
             return []
+        self._places = None
         outputs: list[RequestOutput] = []
         num_live = len(self.requests)
         for grammar in self.structured_output.take(timeout, idle):
@@ -621,9 +627,12 @@ class Scheduler:
         )
 
     def progress(self, request_ids: Iterable[str] | None = None) -> list[RequestProgress]:
-        """Return where these requests are, or all live ones; costs a walk over the queue."""
-        queue = [*self.awaiting_mask.values(), *self.waiting.requests()]  # their turn had come
-        places = {r.request_id: i + 1 for i, r in enumerate(queue)}
+        """Return where these requests are, or all live ones; costs a walk over the queue, once
+        between two changes of it, however often it is asked."""
+        if self._places is None:
+            queue = [*self.awaiting_mask.values(), *self.waiting.requests()]  # their turn had come
+            self._places = {r.request_id: i + 1 for i, r in enumerate(queue)}
+        places = self._places
         ids = self.requests if request_ids is None else request_ids
         return [
             RequestProgress(

@@ -284,6 +284,25 @@ def test_order_told_is_the_order_taken():
     assert order_of_admission(driver) == told
 
 
+def test_many_questions_cost_one_walk_over_the_queue(monkeypatch):
+    """Every stream asks a few times a second, and all of them wait for the step that answers."""
+    driver = Driver(new_scheduler())
+    for name in "abc":
+        driver.add(create_request(name, 5))
+    queue, walks = driver.scheduler.waiting, []
+    requests = queue.requests
+    monkeypatch.setattr(queue, "requests", lambda: walks.append(1) or requests())
+
+    def places() -> list[int]:
+        return [p.queue_position for i in "abc" for p in driver.scheduler.progress([i])]
+
+    assert places() == places() == [1, 2, 3] and len(walks) == 1
+    driver.scheduler.schedule()
+    assert places() == places() == [0, 1, 2] and len(walks) == 2
+    driver.scheduler.abort(["b"])
+    assert places() == places() == [0, 1] and len(walks) == 3
+
+
 def test_progress_says_where_requests_are():
     driver = Driver(new_scheduler(max_num_batched_tokens=8))
     driver.add(create_request("r", 20, max_tokens=3))
