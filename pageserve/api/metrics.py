@@ -8,7 +8,8 @@ handler.
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import prometheus_client
@@ -21,6 +22,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from pageserve.api.http_metrics import HttpMetrics
@@ -53,6 +55,11 @@ STREAM_ERRORS = (
     "context_length_exceeded",
 )  # fmt: skip
 LABELS = ("model_name", "engine")
+# Prometheus 2 asks for no escaping, and the library's default writes vllm_ for vllm: then. None of
+# our names needs any.
+_openmetrics: Callable[[CollectorRegistry], bytes] = partial(
+    openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8
+)
 DEFAULT_CONTEXT = 131072  # for the buckets of token counts when --max-model-len is not given
 
 
@@ -288,6 +295,8 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """Return (body, content type), OpenMetrics if ``accept`` asks for it."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            return _openmetrics(self.registry), openmetrics.CONTENT_TYPE_LATEST
         return encode(self.registry), content_type
 
     def collect(self) -> Iterable[Metric]:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from api_harness import CHAT, CMPL
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 GAUGES = [
@@ -177,6 +180,34 @@ def test_text_parses_and_openmetrics_is_served_when_asked_for(api):
     response = api.get("/metrics", headers=accept)
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
+    again = {f.name for f in openmetrics_families(response.text)}
+    assert "vllm:generation_tokens" in again
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "*/*",
+        "text/plain;version=0.0.4",
+        "application/openmetrics-text",
+        "application/openmetrics-text; version=1.0.0",
+        # Prometheus 2 and 3
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;"
+        "q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;"
+        "escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    ],
+)
+def test_names_keep_their_colon_whoever_scrapes(api, accept):
+    """Dashboards ask for vllm:num_requests_running, and find nothing under vllm_."""
+    api.chat()
+
+    def names(accept):
+        lines = api.get("/metrics", headers={"accept": accept}).text.splitlines()
+        return {re.match(r"[^{ ]*", x)[0] for x in lines if not x.startswith("#")}
+
+    assert names(accept) == names("text/plain") >= {f"vllm:{name}" for name in GAUGES}
 
 
 def test_counts_of_a_scripted_workload_are_exact(make_api):
