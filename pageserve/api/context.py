@@ -73,8 +73,9 @@ class ServingContext:
         self.grammars = GrammarCompiler()
         # More threads would only take turns: rendering holds the interpreter's lock.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-        # Each of these waits for a process that renders a template, and there are no more of them.
-        self._apart = ThreadPoolExecutor(2, thread_name_prefix="template")
+        # For what may take seconds: a request's own template, rendered in a process, of which there
+        # are no more than these; a text that no context bounds.
+        self._apart = ThreadPoolExecutor(2, thread_name_prefix="apart")
         self._idle = asyncio.Event()
         self._drained = False
 
@@ -130,7 +131,7 @@ class ServingContext:
         return name
 
     async def in_thread(self, function: Callable[[], T], *, apart: bool = False) -> T:
-        """Run ``function`` off the event loop, and ``apart`` from others if it waits for long."""
+        """Run ``function`` off the event loop, and ``apart`` from others if it may take long."""
         here = contextvars.copy_context()  # log lines name the request there too
         pool = self._apart if apart else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, here.run, function)

@@ -30,7 +30,7 @@ async def tokenize(context: ServingContext, http: Request) -> Response:
         raise bad_request("invalid_value", "give either prompt or messages", "prompt")
     return await context.in_thread(
         lambda: JSONResponse(_spell(context, request, texts), headers=headers),
-        apart=request.chat_template is not None,
+        apart=True,
     )
 
 

@@ -1,7 +1,12 @@
 """/v1/models, /tokenize and /detokenize."""
 
+import asyncio
+import threading
+
 import pytest
-from api_harness import HI, TOKENIZER, error_of
+from api_harness import CHAT, HI, TOKENIZER, error_of
+
+from pageserve.tokenizer import Tokenizer
 
 
 def test_models(api):
@@ -26,6 +31,35 @@ def test_model_that_is_not_served(api, name):
     response = api.get(f"/v1/models/{name}")
     assert response.status_code == 404
     assert error_of(response)["code"] == "model_not_found"
+
+
+def test_long_texts_hold_up_nobody(api, monkeypatch):
+    """C113: what /tokenize takes may have any length, and all else waits for the same threads."""
+    release, encode = threading.Event(), Tokenizer.encode
+
+    def slow(self, text, add_special_tokens):
+        if text == "long":
+            assert release.wait(10)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+
+    async def run():
+        long = [
+            asyncio.create_task(api.send("POST", "/tokenize", json={"prompt": "long"}))
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0.1)  # they have the threads
+        try:
+            async with asyncio.timeout(5):
+                answer = await api.send("POST", CHAT, json={"messages": HI})
+        finally:
+            release.set()
+        return answer, await asyncio.gather(*long)
+
+    answer, long = api.run(run())
+    assert answer.status_code == 200
+    assert [r.json()["count"] for r in long] == [4] * 4
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
