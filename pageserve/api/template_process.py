@@ -6,6 +6,7 @@ The parent writes one JSON object to the child's standard input and reads one fr
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -27,26 +28,26 @@ _ENVIRONMENT = ("SYSTEMROOT", "TZ")  # what Windows and clocks need; nothing els
 def render_apart(source: str, variables: Mapping[str, Any]) -> str:
     """Render like :func:`pageserve.api.template.render_template`, whatever the template does.
 
-    Blocks for at most RENDER_LIMIT. Raises :class:`TemplateError`.
+    It may take RENDER_LIMIT of processor time, however busy the machine is, and blocks for at most
+    twice as long. Raises :class:`TemplateError`.
     """
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
         done = subprocess.run(
             # -P: modules are those of this process, not what lies in its working directory.
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-P", "-m", __name__, str(math.ceil(RENDER_LIMIT))],
             input=json.dumps([source, variables]).encode(),
             capture_output=True,
-            timeout=RENDER_LIMIT,
+            timeout=2 * RENDER_LIMIT,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        text = f"Rendering the chat template took more than {RENDER_LIMIT:g} s"
-        raise TemplateError(text, "chat_template") from None
+        raise _too_much() from None
     if done.returncode != 0:  # a signal that a limit sends, or what templates do not raise else
         what = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(":")[0]
         logger.warning("a request's template ended its process: %d %s", done.returncode, what)
-        raise TemplateError("The chat template cannot be rendered", "chat_template")
+        raise _too_much()
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise TemplateError(answer["error"], answer["param"])
@@ -54,9 +55,14 @@ def render_apart(source: str, variables: Mapping[str, Any]) -> str:
     return prompt
 
 
+def _too_much() -> TemplateError:
+    limits = f"{RENDER_LIMIT:g} s and {MAX_MEMORY >> 20} MiB"
+    return TemplateError(f"The chat template cannot be rendered within {limits}", "chat_template")
+
+
 def _main() -> None:
     source, variables = json.load(sys.stdin)
-    _limit_resources()
+    _limit_resources(seconds=int(sys.argv[1]))
     try:
         prompt = render_template(source, variables)
         if len(prompt) > MAX_CHARS:
@@ -65,19 +71,17 @@ def _main() -> None:
         unreadable = isinstance(error.__cause__, jinja2.TemplateSyntaxError)
         answer = {"error": str(error), "param": "chat_template" if unreadable else error.param}
     except MemoryError:
-        text = "Rendering the chat template took too much memory"
-        answer = {"error": text, "param": "chat_template"}
+        answer = {"error": str(_too_much()), "param": "chat_template"}
     else:
         answer = {"prompt": prompt}
     json.dump(answer, sys.stdout)
 
 
-def _limit_resources() -> None:
+def _limit_resources(seconds: int) -> None:
     try:
         import resource
     except ImportError:  # Windows, where time is the only limit
         return
-    seconds = int(RENDER_LIMIT) + 1  # should the parent be gone
     limits = ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, MAX_MEMORY))
     for limit, value in limits:
         with suppress(ValueError):  # macOS knows no limit of address space

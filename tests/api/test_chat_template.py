@@ -308,8 +308,8 @@ def test_a_template_of_the_request_is_bounded(monkeypatch, template):
     finally:
         ended.set()
         thread.join()
-    assert time.monotonic() - begin < 10
-    assert max(pauses) < 1
+    assert time.monotonic() - begin < 20
+    assert max(pauses) < 2
     assert "Traceback" not in str(caught.value)
 
 
