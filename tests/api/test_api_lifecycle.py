@@ -192,7 +192,7 @@ def test_deadline_ends_a_whole_reply_with_504(make_api, header):
 
 def test_deadline_ends_a_stream_with_an_error_frame(make_api):
     api = make_api(step_delay=0.02, script=[65] * 1000)
-    events = events_of(api.chat(stream=True, deadline_ms=70).text)
+    events = events_of(api.chat(stream=True, deadline_ms=500).text)  # it begins on a busy machine
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert "[DONE]" not in events
     assert api.engine.num_live == 0
