@@ -500,6 +500,8 @@ class Scheduler:
             self._absorb_prompt_logprobs(outputs, request, start, entries)
         if len(self.requests) != num_live:
             self._drop_finished()
+        if self.structured_output is not None:
+            self.structured_output.flush()
         return outputs
 
     def drop_steps(self, keep: set[int]) -> None:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -131,9 +131,10 @@ class StructuredOutputManager:
         self._end_bits = sum(1 << i for i in set(eos_token_ids) if i < vocab_size)
         self._vocab_bits = (1 << vocab_size) - 1
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._compile_jobs = _Threads("compile", COMPILE_THREADS)
-        self._mask_jobs = _Threads("mask", MASK_THREADS)
-        self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
+        self._results = _Results()
+        self._compile_jobs = _Threads("compile", COMPILE_THREADS, self._results)
+        self._mask_jobs = _Threads("mask", MASK_THREADS, self._results)
+        self._advances: list[_Job] = []  # to be handed out together
 
     def add(
         self, request_id: str, text: str, trigger_ids: Iterable[int], ignore_eos: bool
@@ -143,7 +144,7 @@ class StructuredOutputManager:
         if compiled is None:
             compiled = self._cache[text] = CompiledGrammar(text)
             self.num_compiling += 1
-            self._compile_jobs.put(lambda: self._run_compile(compiled), self._results)
+            self._compile_jobs.put([lambda: self._run_compile(compiled)])
             if len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         else:
@@ -158,13 +159,19 @@ class StructuredOutputManager:
 
     def accept(self, grammar: Grammar, token_id: int, num_in_flight: int) -> None:
         """Let a grammar know the request's newest token, behind which ``num_in_flight`` more are
-        under way (none if the grammar is in force)."""
+        under way (none if the grammar is in force). The mask is under way after :meth:`flush`."""
         if grammar.active:
             grammar.bitmask = None
             self.num_masks += 1
-            self._mask_jobs.put(lambda: self._run_advance(grammar, token_id), self._results)
+            self._advances.append(lambda: self._run_advance(grammar, token_id))
         elif token_id in grammar.trigger_ids:
             grammar.start(num_in_flight)
+
+    def flush(self) -> None:
+        """Begin with the masks behind all tokens of a step."""
+        if self._advances:
+            self._mask_jobs.put(self._advances)
+            self._advances = []
 
     def ends_with(self, grammar: Grammar, token_id: int) -> bool:
         """Whether a request's very last token completes its grammar; without a thread."""
@@ -183,13 +190,13 @@ class StructuredOutputManager:
         changed: list[Grammar] = []
         end = time.monotonic() + timeout if timeout else 0.0
         while self.num_masks or self.num_compiling:
-            waits = timeout and (self.num_masks or (idle and not changed))
-            left = end - time.monotonic() if waits else 0.0
-            try:
-                result = self._results.get(left > 0, max(left, 0.0))
-            except queue.Empty:
+            for result in self._results.take():
+                changed += result()
+            waits = self.num_masks or (idle and self.num_compiling and not changed)
+            left = end - time.monotonic() if waits and timeout else 0.0
+            if left <= 0:
                 break
-            changed += result()
+            self._results.wait(self.num_masks or 1, left)
         return changed
 
     # --- in a thread ------------------------------------------------------------------------------
@@ -263,40 +270,72 @@ class StructuredOutputManager:
 
 _Result = Callable[[], list[Grammar]]
 _Job = Callable[[], _Result]
-_Queue = queue.SimpleQueue[tuple[_Job, "queue.SimpleQueue[_Result]"] | None]
+_Queue = queue.SimpleQueue[list[_Job] | None]
+
+
+class _Results:
+    """What threads have found. Waiting for several of them wakes the loop once, not for each."""
+
+    def __init__(self) -> None:
+        self._found: deque[_Result] = deque()
+        self._wanted = 0
+        self._there = threading.Event()
+
+    def put(self, result: _Result) -> None:
+        self._found.append(result)
+        if len(self._found) >= self._wanted:
+            self._there.set()
+
+    def take(self) -> list[_Result]:
+        """Return all that are there."""
+        return [self._found.popleft() for _ in range(len(self._found))]
+
+    def wait(self, count: int, timeout: float) -> None:
+        """Wait until ``count`` are there, ``timeout`` seconds at most."""
+        self._there.clear()
+        self._wanted = count
+        if len(self._found) < count:
+            self._there.wait(timeout)
 
 
 class _Threads:
     """A few daemon threads that run jobs in order, started with the first one. (An executor's
     futures cost more than a mask, and it waits for its threads when the process ends.)"""
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, results: _Results) -> None:
         self._name = name
         self._count = count
+        self._results = results
         self._jobs: _Queue = queue.SimpleQueue()
         self._started = False
 
-    def put(self, job: _Job, results: "queue.SimpleQueue[_Result]") -> None:
-        """Run ``job`` soon and put what it returns into ``results``."""
+    def put(self, jobs: list[_Job]) -> None:
+        """Run ``jobs`` soon and put what each returns into the results. However many they are, this
+        wakes one thread: one that finds several leaves half of them to the next."""
         if not self._started:
             self._started = True
             for i in range(self._count):
                 threading.Thread(
-                    target=_work, args=(self._jobs,), name=f"{self._name}-{i}", daemon=True
+                    target=_work,
+                    args=(self._jobs, self._results),
+                    name=f"{self._name}-{i}",
+                    daemon=True,
                 ).start()
             weakref.finalize(self, _stop, self._jobs, self._count)
-        self._jobs.put((job, results))
+        self._jobs.put(jobs)
 
 
 def _first_line(text: str) -> str | None:
     return text.strip().partition("\n")[0] or None
 
 
-def _work(jobs: _Queue) -> None:
-    while (entry := jobs.get()) is not None:
-        job, results = entry
-        results.put(job())
-        del entry, job, results  # an idle thread keeps nothing alive
+def _work(queued: _Queue, results: _Results) -> None:
+    while (jobs := queued.get()) is not None:
+        while len(jobs) > 1:
+            queued.put(jobs[len(jobs) // 2 :])
+            del jobs[len(jobs) // 2 :]
+        results.put(jobs[0]())
+        del jobs  # an idle thread keeps nothing alive
 
 
 def _stop(jobs: _Queue, count: int) -> None:

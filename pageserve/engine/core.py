@@ -33,7 +33,9 @@ from pageserve.tokenizer import Tokenizer
 from pageserve.worker.model_runner import StepHandle
 from pageserve.worker.worker import Worker
 
-MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks, while others may be running
+MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks at most, while others may be running
+MASK_MARGIN = 0.00005  # seconds that a wait for the device has to last to be one
+MASK_SHARE = 0.02  # of a step's time, which may be waited for masks whatever the device does
 IDLE_TIMEOUT = 0.002  # the same if nothing else can run; the caller may have new requests then
 
 
@@ -92,6 +94,10 @@ class EngineCore:
         gc.freeze()  # a full collection must not walk the model and the libraries in mid-step
         self._depth = scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, StepStats]] = deque()
+        # Seconds of the last step that the loop did nothing but wait, and all of them.
+        self._slack = 0.0
+        self._step_seconds = 0.0
+        self._ready = 0.0  # when its results were there
         self.last_step: StepStats | None = None  # that :meth:`step` absorbed, if it did
 
     def add(self, request: AddRequest) -> list[RequestOutput]:
@@ -120,7 +126,9 @@ class EngineCore:
         """Keep the pipeline full, then wait for its oldest step and absorb it.
 
         Where nothing can run before a grammar's mask is known, waits a little for that instead."""
-        released = self._released(self.scheduler.absorb_grammars(MASK_TIMEOUT))
+        begun = time.monotonic()
+        released = self._released(self.scheduler.absorb_grammars(self._mask_timeout()))
+        masked = time.monotonic()
         while len(self._in_flight) < self._depth:
             start = time.monotonic()
             plan = self.scheduler.schedule()
@@ -150,11 +158,22 @@ class EngineCore:
         ready = time.monotonic()
         outputs = self.scheduler.update(plan, result)
         done = time.monotonic()
+        # A result that was there already may have been for long: then masks had too much time.
+        waited = ready - start
+        self._slack = masked - begun + waited if waited > MASK_MARGIN else (masked - begun) / 2
+        self._step_seconds, self._ready = ready - self._ready, ready
         self.last_step.wait_seconds = ready - start
         self.last_step.update_seconds = done - ready
         if self._timeline is not None:
             self._timeline.absorbed(plan, outputs, self.stats(), (start, ready, done))
         return released + outputs
+
+    def _mask_timeout(self) -> float:
+        """Return how long masks may hold up the next step: no longer than the device is busy with
+        the one before anyway, as far as the last step tells, so that they cost other rows next to
+        nothing; a row whose mask is late runs in a later step."""
+        spare = max(self._slack - MASK_MARGIN, MASK_SHARE * self._step_seconds)
+        return min(MASK_TIMEOUT, spare)
 
     def prepare_idle(self) -> bool:
         """Use a moment without work to prepare for later steps; False: nothing is left to do."""

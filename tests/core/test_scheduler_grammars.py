@@ -3,7 +3,6 @@
 The reference (`fake_worker.generate`) asks a matcher of its own before every token of one request.
 """
 
-import queue
 import re
 import threading
 from collections.abc import Callable
@@ -289,17 +288,31 @@ def test_only_who_is_idle_waits_for_a_compilation(idle):
         assert release.wait(30)
         return compile_grammar(text)
 
-    class Results(queue.SimpleQueue):
-        def get(self, block=True, timeout=None):
-            waits.append(block)
-            return super().get(False)
-
     grammars = manager(compile)
-    grammars._results = Results()
+    grammars._results.wait = lambda count, timeout: waits.append(count)
     grammars.add("r", NUMBER, (), False)
-    assert grammars.take(30, idle) == []
+    assert grammars.take(0.01, idle) == []
     release.set()
-    assert waits == [idle]
+    assert set(waits) == ({1} if idle else set())
+
+
+@pytest.mark.parametrize("num_masks", [1, 2, 7])
+def test_masks_of_a_step_come_together(num_masks):
+    """One thread is woken for all of them, and the loop once when all are there."""
+    grammars = manager(compile_grammar)
+    live = [grammars.add(str(i), NUMBER, (), False) for i in range(num_masks)]
+    grammars.take(30, idle=True)
+    woken = []
+    put = grammars._mask_jobs.put
+    grammars._mask_jobs.put = lambda jobs: (woken.append(len(jobs)), put(jobs))
+    for grammar in live:
+        grammars.accept(grammar, token_of("7"), 0)
+        assert grammar.waits
+    assert grammars.take(0.01) == [] and woken == []
+    grammars.flush()
+    changed = grammars.take(30)
+    assert sorted(map(id, changed)) == sorted(map(id, live)) and woken == [num_masks]
+    assert not any(grammar.waits for grammar in live)
 
 
 def test_abort_while_compiling():

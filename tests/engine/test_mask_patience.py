@@ -1,0 +1,78 @@
+"""How long the engine's loop waits for grammars' masks, on a clock that only the fakes move."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from pageserve.engine import core
+from pageserve.engine.core import MASK_TIMEOUT, EngineCore
+
+HOST = 0.0002  # seconds to plan and launch a step
+
+
+class Machine:
+    """A device that takes ``step`` seconds a step, one after the other, and masks that never come:
+    every wait for them lasts as long as it may."""
+
+    def __init__(self, step: float, synchronous: bool) -> None:
+        self.now = 100.0
+        self.step = step
+        self.synchronous = synchronous
+        self.free = 0.0  # when the device has done all it was given
+        self.waits: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def absorb_grammars(self, timeout: float, idle: bool = False) -> list[object]:
+        self.waits.append(timeout)
+        self.now += timeout
+        return []
+
+    def execute(self, plan: object) -> object:
+        self.now += HOST
+        self.free = done = max(self.free, self.now) + self.step
+        if self.synchronous:
+            self.now = done
+
+        def result() -> None:
+            self.now = max(self.now, done)
+
+        return SimpleNamespace(result=result)
+
+
+def run(machine: Machine, depth: int, monkeypatch: pytest.MonkeyPatch, steps: int = 200) -> float:
+    """Return the seconds of a step once the loop has settled."""
+    monkeypatch.setattr(core, "time", machine)
+    engine = EngineCore.__new__(EngineCore)
+    engine._depth, engine._in_flight, engine._timeline = depth, deque(), None
+    engine._slack = engine._step_seconds = engine._ready = 0.0
+    engine.worker = SimpleNamespace(execute=machine.execute, replayed_tokens=0)  # type: ignore[assignment]
+    engine.scheduler = SimpleNamespace(  # type: ignore[assignment]
+        absorb_grammars=machine.absorb_grammars,
+        schedule=object,
+        num_scheduled_tokens=1,
+        update=lambda plan, result: [],
+    )
+    for _ in range(50):
+        engine.step()
+    start = machine.now
+    for _ in range(steps):
+        engine.step()
+    return (machine.now - start) / steps
+
+
+@pytest.mark.parametrize("step", [0.0003, 0.0006, 0.0008, 0.002, 0.02])
+def test_masks_take_no_time_from_a_device_that_runs_ahead(step, monkeypatch):
+    machine = Machine(step, synchronous=False)
+    assert run(machine, 2, monkeypatch) < 1.05 * max(step, HOST)
+    if step > 2 * MASK_TIMEOUT:
+        assert machine.waits[-1] == MASK_TIMEOUT  # which is to spare
+
+
+@pytest.mark.parametrize("step", [0.0003, 0.005, 0.06])
+def test_a_device_that_does_not_is_held_up_by_a_small_share(step, monkeypatch):
+    machine = Machine(step, synchronous=True)
+    assert run(machine, 1, monkeypatch) < 1.03 * (step + HOST)
+    assert machine.waits[-1] > 0.01 * step or machine.waits[-1] == MASK_TIMEOUT
