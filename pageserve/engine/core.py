@@ -20,6 +20,7 @@ from pageserve.core.scheduler import Scheduler
 from pageserve.core.structured_output import StructuredOutputManager
 from pageserve.engine.timeline import Timeline, open_trace
 from pageserve.grammar import compile_grammar, llguidance_tokenizer
+from pageserve.kernels.compiler_process import CompilerProcess
 from pageserve.messages import (
     AddRequest,
     EngineReady,
@@ -43,14 +44,17 @@ class EngineCore:
     """A scheduler and a worker, and the steps in flight between them."""
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, int, int], None] | None = None,
+        compiler: CompilerProcess | None = None,
     ) -> None:
-        """Load the model and allocate the pool.
+        """Load the model and allocate the pool; for ``compiler`` see :class:`Worker`.
 
         Raises ``ModelError`` and ``ConfigError`` for what the user can mend.
         """
         trace = None if config.scheduler.trace is None else open_trace(config.scheduler.trace)
-        self.worker = Worker(config, progress)
+        self.worker = Worker(config, progress, compiler)
         self.config = config = self.worker.config
         model_config = self.worker.model_config
         scheduler = config.scheduler

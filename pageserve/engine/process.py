@@ -31,6 +31,7 @@ import zmq
 
 from pageserve.config import EngineConfig
 from pageserve.engine.client import EngineDeadError, OutputSink, merge
+from pageserve.kernels.compiler_process import start_compiler, stop_compiler
 from pageserve.messages import (
     ENGINE_DEAD,
     AbortRequests,
@@ -62,6 +63,7 @@ SIGN_OF_LIFE = 1.0  # seconds between messages while there is work of which no s
 IDLE_POLL_MS = 1000  # how long an idle engine waits before it looks for its parent
 STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
 POLLIN = int(zmq.POLLIN)  # plain, for it is asked for once a message
+NVIDIA_DEVICE = "/dev/nvidiactl"  # there where the driver is
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the front-end decides what these mean
 
 
@@ -112,13 +114,30 @@ class _LogSender(logging.Handler):
 def _serve(
     config: EngineConfig, requests: zmq.Socket[bytes], send: Callable[[EngineMessage], None]
 ) -> None:
-    from pageserve.engine.core import EngineCore  # imports torch: only this process needs it
+    compiler = start_compiler() if _may_compile(config) else None
+    try:
+        from pageserve.engine.core import EngineCore  # imports torch: only this process needs it
 
-    core = EngineCore(config, lambda phase, done, total: send(LoadProgress(phase, done, total)))
+        def progress(phase: str, done: int, total: int) -> None:
+            send(LoadProgress(phase, done, total))
+
+        core = EngineCore(config, progress, compiler)
+    finally:
+        if compiler is not None:
+            stop_compiler(compiler)  # unless it has done its work and left
     try:
         _loop(core, requests, send)
     finally:
         core.close()
+
+
+def _may_compile(config: EngineConfig) -> bool:
+    """Whether Triton may be wanted, as far as can be told without importing torch."""
+    return (
+        config.model.device in ("auto", "cuda")
+        and config.model.attention_backend in ("auto", "triton")
+        and os.path.exists(NVIDIA_DEVICE)
+    )
 
 
 def _loop(

@@ -15,8 +15,6 @@ import importlib
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -33,29 +31,20 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.driver import driver
 
+from pageserve.kernels.compiler_process import CompilerProcess, start_compiler, stop_compiler
 from pageserve.kernels.launch import only_compiling
 
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16  # more than that end no sooner than the slowest kernel
-PIPE_BYTES = 1 << 20  # that the helper may be behind without holding the caller up
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork copies one
 
 
 class KernelCompiler:
     """The helper; a context manager that leaves no process behind."""
 
-    def __init__(self) -> None:
-        """Start it; it takes seconds to import Triton."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pipesize=PIPE_BYTES,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C is for its caller, and its forks form a group
-        )
+    def __init__(self, process: CompilerProcess | None = None) -> None:
+        """Take over ``process``, started earlier, or start one."""
+        self.process = process or start_compiler()
         self._names: dict[tuple[Any, str], str] = {}  # kernel and specialisation → what to call it
         self._launchers: set[tuple[Any, str]] = set()  # kernel and types that have one
 
@@ -68,9 +57,7 @@ class KernelCompiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate()
+        stop_compiler(self.process)
 
     @contextmanager
     def compile_ahead(self) -> Iterator[None]:

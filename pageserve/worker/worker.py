@@ -17,6 +17,7 @@ from pageserve.attention import AttentionBackend
 from pageserve.attention.torch_blockwise import TorchBlockwiseBackend
 from pageserve.config import ConfigError, EngineConfig
 from pageserve.hub import resolve_model
+from pageserve.kernels.compiler_process import CompilerProcess
 from pageserve.messages import SchedulerOutput
 from pageserve.model_config import ModelConfig, load_model_config
 from pageserve.models import load_model
@@ -37,10 +38,14 @@ class Worker:
     """Owns the model, the KV pool and the model runner of one device."""
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, int, int], None] | None = None,
+        compiler: CompilerProcess | None = None,
     ) -> None:
         """Load ``config.model.model``; ``progress(phase, done, total)`` is called on the way.
 
+        A ``compiler`` that was started before saves a GPU's start-up seconds.
         Raises :class:`pageserve.model_config.ModelError` and :class:`ConfigError`.
         """
         path = resolve_model(config.model.model, progress)
@@ -53,7 +58,7 @@ class Worker:
 
         backend = make_backend(config, self.model_config)
         rehearses = backend.supports_cuda_graph and device == "cuda"
-        with _kernel_compiler() if rehearses else nullcontext() as compiler:
+        with _kernel_compiler(compiler) if rehearses else nullcontext() as kernel_compiler:
             with _naming_flags("the weights", "a smaller model, or a --dtype of fewer bytes"):
                 self.model = load_model(
                     path,
@@ -67,8 +72,8 @@ class Worker:
             self.tokenizer = load_tokenizer(path)
             vocab_limit = min(self.tokenizer.size, self.model_config.vocab_size)
             graph_bytes = 0
-            if compiler is not None:
-                graph_bytes = self._rehearse(compiler, config, vocab_limit, dtype, progress)
+            if kernel_compiler is not None:
+                graph_bytes = self._rehearse(kernel_compiler, config, vocab_limit, dtype, progress)
         plan = plan_memory(
             config,
             self.model_config,
@@ -187,10 +192,10 @@ class Worker:
         return self.runner.graphs is not None and self.runner.graphs.capture_next()
 
 
-def _kernel_compiler() -> "KernelCompiler":
+def _kernel_compiler(process: CompilerProcess | None) -> "KernelCompiler":
     from pageserve.kernels.compiler import KernelCompiler
 
-    return KernelCompiler()
+    return KernelCompiler(process)
 
 
 @contextmanager

@@ -7,14 +7,16 @@ import asyncio
 import itertools
 import json
 import logging
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from pageserve.config import CacheArgs, EngineConfig, ModelArgs, SchedulerArgs
+from pageserve.config import CacheArgs, ConfigError, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError, merge
 from pageserve.engine.process import ProcessClient, run_engine
@@ -349,6 +351,24 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
     process._serve(EngineConfig(), Silent(), lambda _: None)
     assert Busy.num_steps == 3
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_compiler_started_for_a_gpu_is_not_left_behind(device, monkeypatch, tmp_path):
+    """Here the engine comes to nothing before it could take it over."""
+    given = []
+
+    class Failing:
+        def __init__(self, config: EngineConfig, progress: object, compiler: Any) -> None:
+            given.append(compiler)
+            raise ConfigError("no such model")
+
+    monkeypatch.setattr(process, "NVIDIA_DEVICE", str(tmp_path))
+    monkeypatch.setattr(core, "EngineCore", Failing)
+    with pytest.raises(ConfigError):
+        process._serve(EngineConfig(ModelArgs(device=device)), None, lambda _: None)
+    assert [compiler is not None for compiler in given] == [device == "auto"]
+    assert all(compiler.returncode == -signal.SIGKILL for compiler in given if compiler)
 
 
 def test_engine_that_only_waits_for_a_grammar_says_no_more_than_that_it_lives(monkeypatch):
