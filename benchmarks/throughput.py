@@ -133,8 +133,9 @@ def run_continuous(model: PreTrainedModel, jobs: list[Job], batch_size: int) -> 
     comes for PATIENCE seconds.
     """
     tokens = sum(len(j.prompt_token_ids) + j.budget for j in jobs)
+    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its old name
     config = ContinuousBatchingConfig(
-        page_size=PAGE,
+        **{page: PAGE},
         num_blocks=tokens // PAGE + 2 * len(jobs),
         max_batch_tokens=512,
         max_requests_per_batch=batch_size,
