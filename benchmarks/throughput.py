@@ -133,7 +133,8 @@ def run_continuous(model: PreTrainedModel, jobs: list[Job], batch_size: int) -> 
     comes for PATIENCE seconds.
     """
     tokens = sum(len(j.prompt_token_ids) + j.budget for j in jobs)
-    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # its old name
+    renamed = hasattr(ContinuousBatchingConfig, "page_size")
+    page = "page_size" if renamed else "block_size"
     config = ContinuousBatchingConfig(
         **{page: PAGE},
         num_blocks=tokens // PAGE + 2 * len(jobs),
