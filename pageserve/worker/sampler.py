@@ -16,10 +16,11 @@ survivor can lie comes from the maxima of groups of tokens, and only what lies a
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from pageserve.worker.sampling_metadata import (
     Draws,
@@ -131,10 +132,18 @@ def apply_changes(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
 
 def _apply_bitmasks(logits: torch.Tensor, masks: TokenMasks) -> None:
     """Forbid tokens whose bit is not set. Ids beyond the last word are left to the caller."""
-    shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
-    banned = ((masks.bitmasks[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    places = masks.bitmasks.view(torch.uint8).int()
+    biases = functional.embedding(places, _byte_biases(logits.device)).flatten(1)
+    size = min(logits.shape[1], biases.shape[1])
     # Adding keeps a NaN, which must not go unseen.
-    logits[masks.rows] += torch.where(banned, -torch.inf, 0.0)
+    logits[:, :size].index_add_(0, masks.rows, biases[:, :size])
+
+
+@cache
+def _byte_biases(device: torch.device) -> torch.Tensor:
+    """Return [256, 8]: what each byte of a bitmask adds to the logits of its eight tokens."""
+    allowed = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.where(allowed == 1, 0.0, -torch.inf).to(device)
 
 
 def _apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
