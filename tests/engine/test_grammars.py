@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
+from pageserve.engine.client import merge
 from pageserve.engine.output_processor import OutputProcessor
-from pageserve.engine.process import _merge
 from pageserve.llm import LLM
 from pageserve.messages import AddRequest, RequestOutput
 from pageserve.sampling_params import SamplingParams
@@ -202,5 +202,5 @@ def test_the_token_that_ends_a_grammar_is_text(demo_gguf, logprobs):
 
 def test_a_late_reader_learns_that_the_grammar_ended():
     pending = RequestOutput("r", [5])
-    _merge(pending, RequestOutput("r", [], "stop", grammar_ended=True))
+    merge(pending, RequestOutput("r", [], "stop", grammar_ended=True))
     assert (pending.new_token_ids, pending.grammar_ended) == ([5], True)
