@@ -223,6 +223,7 @@ def test_variables_that_the_server_owns(name):
         ("{% if %}", "Expected"),
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10 ** 9) %}x{% endfor %}", "[Rr]ange"),
     ],
