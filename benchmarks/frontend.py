@@ -3,8 +3,8 @@
 The clients (raw sockets) and a scripted engine are processes of their own and are not counted;
 everything in the API process is: reading and decoding the engine's messages, one for each step with
 one token of every stream, all Python, uvicorn, the kernel's work for its sockets, and setting the
-requests up. The engine makes a step every --interval ms, as a fast GPU would, so no tokens come
-together in one event: the clients count events, and it is these that the time is divided by.
+requests up. The engine makes a step when all clients have the last one, about as fast as a GPU does
+with a model of 0.5B, so that each token is an event, which the clients count.
 
     bare write     nothing but one write of an event for each stream and step
     engine link    the engine's messages read and handed to sinks that drop them
@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ from pageserve.messages import (  # noqa: E402
 )
 from pageserve.sampling_params import SamplingParams  # noqa: E402
 
+SPAWN = multiprocessing.get_context("spawn")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -69,10 +71,15 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def scripted_engine(
-    start_at: int, interval: float, config: EngineConfig, requests_at: str, outputs_at: str
+    start_at: int,
+    delay: float,
+    taken: Semaphore,
+    config: EngineConfig,
+    requests_at: str,
+    outputs_at: str,
 ) -> None:
-    """Wait for ``start_at`` requests, then give a token to each of them every ``interval`` seconds;
-    again and again, until told to leave."""
+    """Wait for ``start_at`` requests and ``delay`` seconds, then give a token to each of them, and
+    one whenever ``taken`` is released; again and again, until told to leave."""
     context = zmq.Context()
     requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     requests.connect(requests_at)
@@ -95,10 +102,10 @@ def scripted_engine(
                 return
             if isinstance(message, AddRequest):
                 left[message.request_id] = message.sampling_params.max_tokens or 1
-        at, step = time.monotonic(), 0
+        time.sleep(delay)
+        step = 0
         while left:
-            at, step = at + interval, step + 1
-            time.sleep(max(0.0, at - time.monotonic()))
+            at, step = time.monotonic(), step + 1
             released = []
             for request_id in list(left):
                 left[request_id] -= 1
@@ -110,6 +117,7 @@ def scripted_engine(
                 )
             stats = SchedulerStats(steps_total=step, num_running=len(left))
             outputs.send(encoder.encode(StepOutputs(released, stats, StepStats(len(released)))))
+            taken.acquire()
 
 
 class NotingClient(ProcessClient):
@@ -123,8 +131,10 @@ class NotingClient(ProcessClient):
 
 
 @contextlib.asynccontextmanager
-async def engine_client(start_at: int, interval: float) -> AsyncIterator[NotingClient]:
-    process.run_engine = partial(scripted_engine, start_at, interval)
+async def engine_client(
+    start_at: int, taken: Semaphore, delay: float = 0.0
+) -> AsyncIterator[NotingClient]:
+    process.run_engine = partial(scripted_engine, start_at, delay, taken)
     client = NotingClient(EngineConfig())
     await client.start()
     while client.ready is None:
@@ -139,9 +149,9 @@ async def engine_client(start_at: int, interval: float) -> AsyncIterator[NotingC
 # --- the clients: a process -----------------------------------------------------------------------
 
 
-def read_streams(port: int, requests: list[bytes], counted: Any) -> None:
-    """Send each request on a socket of its own and read all to their ends; put the events of
-    tokens into ``counted``."""
+def read_streams(port: int, requests: list[bytes], counted: Any, taken: Semaphore) -> None:
+    """Send each request on a socket of its own and read all to their ends; release ``taken`` when
+    each has one event more, and put the number of events into ``counted``."""
     selector = selectors.DefaultSelector()
     for request in requests:
         sock = socket.create_connection(("127.0.0.1", port))
@@ -151,7 +161,10 @@ def read_streams(port: int, requests: list[bytes], counted: Any) -> None:
     while selector.get_map():
         for key, _ in selector.select(30):
             received = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+            before = events // len(requests)
             events += received.count(b'"content":"a') + received.count(b'"text":"a')
+            if events // len(requests) > before:
+                taken.release()
             if not received or b"[DONE]" in received:
                 assert received, "the stream was cut"
                 selector.unregister(key.fileobj)
@@ -183,7 +196,7 @@ def completions(count: int, num_prompt: int) -> list[bytes]:
 # --- one figure each ------------------------------------------------------------------------------
 
 
-async def bare_write(streams: int, tokens: int, interval: float) -> float:
+async def bare_write(streams: int, tokens: int) -> float:
     """CPU seconds of writing an event to each of ``streams`` sockets, ``tokens`` times."""
     event = b'114\r\ndata: {"id":"%b","content":"a"}\n\n\r\n' % (b"x" * 240)
     transports: list[asyncio.Transport] = []
@@ -194,20 +207,19 @@ async def bare_write(streams: int, tokens: int, interval: float) -> float:
 
     loop = asyncio.get_running_loop()
     server = await loop.create_server(Protocol, "127.0.0.1", 0)
-    counted = multiprocessing.get_context("spawn").Queue()
-    reader = multiprocessing.get_context("spawn").Process(
+    counted, taken = SPAWN.Queue(), SPAWN.Semaphore(0)
+    reader = SPAWN.Process(
         target=read_streams,
-        args=(server.sockets[0].getsockname()[1], [b"x"] * streams, counted),
+        args=(server.sockets[0].getsockname()[1], [b"x"] * streams, counted, taken),
     )
     reader.start()
     while len(transports) < streams:
         await asyncio.sleep(0.01)
-    start, at = time.process_time(), loop.time()
+    start = time.process_time()
     for _ in range(tokens):
         for transport in transports:
             transport.write(event)
-        at += interval
-        await asyncio.sleep(at - loop.time())
+        await asyncio.sleep(0.001)
     used = time.process_time() - start
     for transport in transports:
         transport.write(b"[DONE]")
@@ -216,16 +228,16 @@ async def bare_write(streams: int, tokens: int, interval: float) -> float:
     return used
 
 
-async def engine_link(streams: int, tokens: int, interval: float) -> float:
+async def engine_link(streams: int, tokens: int) -> float:
     """CPU seconds to read the engine's messages and drop what is in them."""
-    async with engine_client(streams, interval) as client:
-        left, ended = streams, asyncio.Event()
+    taken = SPAWN.Semaphore(0)
+    async with engine_client(streams, taken) as client:
+        ended, last = asyncio.Event(), str(streams - 1)
 
         def sink(output: RequestOutput) -> None:
-            nonlocal left
-            if output.finish_reason is not None:
-                left -= 1
-                if not left:
+            if output.request_id == last:
+                taken.release()
+                if output.finish_reason is not None:
                     ended.set()
 
         params = SamplingParams(max_tokens=tokens)
@@ -236,10 +248,11 @@ async def engine_link(streams: int, tokens: int, interval: float) -> float:
         return time.process_time() - start
 
 
-async def over_sockets(requests: list[bytes], interval: float) -> tuple[float, float, int]:
+async def over_sockets(requests: list[bytes], delay: float = 0.0) -> tuple[float, float, int]:
     """CPU seconds of a server that answers these requests: for all of it, and until the engine has
     the last one. And how many events its clients got."""
-    async with engine_client(len(requests), interval) as client:
+    taken = SPAWN.Semaphore(0)
+    async with engine_client(len(requests), taken, delay) as client:
         args = ServerArgs()
         context = ServingContext(client, args, ("bench",), tokenizer=byte_tokenizer())
         server = uvicorn.Server(uvicorn_config(build_app(context), args))
@@ -247,9 +260,9 @@ async def over_sockets(requests: list[bytes], interval: float) -> tuple[float, f
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
-        counted = multiprocessing.get_context("spawn").Queue()
-        child = multiprocessing.get_context("spawn").Process(
-            target=read_streams, args=(listener.getsockname()[1], requests, counted)
+        counted = SPAWN.Queue()
+        child = SPAWN.Process(
+            target=read_streams, args=(listener.getsockname()[1], requests, counted, taken)
         )
         child.start()
         start = time.process_time()
@@ -266,19 +279,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500, help="tokens per stream")
-    parser.add_argument("--interval", type=float, default=4.0, help="milliseconds between steps")
     parser.add_argument("--prompt", type=int, default=2100, help="token ids of an intake prompt")
     parser.add_argument("--repeat", type=int, default=3, help="the best of this many runs counts")
     parser.add_argument("--json", help="also write the result to this file")
     args = parser.parse_args()
-    interval = args.interval / 1000
     result: dict[str, Any] = {
         "benchmark": "frontend",
         "not_shown": "an engine's own time; templates and tokenising of long prompts; tools",
         "machine": machine(),
         "streams": args.streams,
         "tokens_per_stream": args.tokens,
-        "interval_ms": args.interval,
         "prompt_tokens": args.prompt,
     }
 
@@ -286,12 +296,12 @@ def main() -> None:
         return min(uvloop.run(measure()) for _ in range(args.repeat)) * 1e6
 
     async def served(requests: list[bytes], tokens: int) -> float:
-        used, _, events = await over_sockets(requests, interval)
-        assert events >= 0.9 * tokens, f"{events} events of {tokens} tokens: a busy machine?"
-        return used / events
+        used, _, events = await over_sockets(requests)
+        assert events == tokens
+        return used / tokens
 
     async def taken_in(requests: list[bytes]) -> float:
-        _, used, _ = await over_sockets(requests, interval=0.5)  # no step comes in between
+        _, used, _ = await over_sockets(requests, delay=0.5)  # no step comes in between
         return used / len(requests)
 
     def show(name: str, value: float, of: str) -> None:
@@ -300,10 +310,10 @@ def main() -> None:
 
     settle_garbage_collector()
     total = args.streams * args.tokens
-    sizes = args.streams, args.tokens, interval
+    sizes = args.streams, args.tokens
     show("bare write", best(lambda: bare_write(*sizes)) / total, "token")
     show("engine link", best(lambda: engine_link(*sizes)) / total, "token")
-    show("over sockets", best(lambda: served(chats(*sizes[:2]), total)), "token")
+    show("over sockets", best(lambda: served(chats(*sizes), total)), "token")
     setup = best(lambda: served(chats(args.streams, 1), args.streams)) / args.tokens
     show("set-up", setup, "token")
     show("intake", best(lambda: taken_in(completions(32, args.prompt))), "request")

@@ -286,13 +286,13 @@ class Generation:
 
     def _put(self, index: int, step: RequestOutput) -> None:
         """The sink of a sequence."""
-        if not self._held and not self._unscored:
+        if self._held or self._unscored:
+            earlier = self._waiting.setdefault(index, step)
+            if earlier is not step:
+                merge(earlier, step)
+            self._hand_over()
+        else:
             self._process(index, step)
-            return
-        earlier = self._waiting.setdefault(index, step)
-        if earlier is not step:
-            merge(earlier, step)
-        self._hand_over()
 
     def _hand_over(self) -> None:
         """Process what waits, but for sequences whose prompt's scores have not come."""

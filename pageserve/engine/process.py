@@ -11,6 +11,7 @@ cut streams. It exits on Shutdown, or when its parent is gone.
 """
 
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -22,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,16 @@ def _one_line(error: Exception) -> str:
 # --- client ---------------------------------------------------------------------------------------
 
 
+def _merged(steps: list[list[RequestOutput]]) -> Iterable[RequestOutput]:
+    """Return what several steps released, one output for each request."""
+    outputs: dict[str, RequestOutput] = {}
+    for output in itertools.chain.from_iterable(steps):
+        earlier = outputs.setdefault(output.request_id, output)
+        if earlier is not output:
+            merge(earlier, output)
+    return outputs.values()
+
+
 def _start(process: multiprocessing.process.BaseProcess) -> None:
     """Start the engine so that no signal to the whole group reaches it: not even while it still
     imports and :func:`run_engine` has not said that it ignores them."""
@@ -353,7 +364,7 @@ class ProcessClient:
     def _read(self) -> None:
         """Take all messages that have come. An engine that was faster than its reader is caught up
         with: what several steps released for one request is handed over as one output."""
-        outputs: dict[str, RequestOutput] = {}
+        steps: list[list[RequestOutput]] = []
         try:
             while int(self._outputs.get(zmq.EVENTS)) & POLLIN:
                 message = self._decoder.decode(self._outputs.recv())
@@ -361,30 +372,29 @@ class ProcessClient:
                     self.stats = message.stats
                     if message.step is not None:
                         self.on_step(message.step)
-                    for output in message.outputs:
-                        earlier = outputs.setdefault(output.request_id, output)
-                        if earlier is not output:
-                            merge(earlier, output)
+                    steps.append(message.outputs)
                 else:
-                    self._hand_over(outputs)  # what was generated comes before an engine's death
+                    self._hand_over(steps)  # what was generated comes before an engine's death
                     self._note(message)
-            self._hand_over(outputs)
+            self._hand_over(steps)
         except Exception as error:  # a bug: nobody would read on, and every request wait for ever
             self._die(f"the engine's outputs cannot be read: {error}")
             self.kill()
             asyncio.get_running_loop().remove_reader(self._output_fd)
         self._last_message = time.monotonic()
 
-    def _hand_over(self, outputs: dict[str, RequestOutput]) -> None:
-        for request_id, output in outputs.items():
+    def _hand_over(self, steps: list[list[RequestOutput]]) -> None:
+        """Give the outputs to their sinks, and forget them."""
+        outputs = steps[0] if len(steps) == 1 else _merged(steps)
+        for output in outputs:
             if output.finish_reason is None:
-                sink = self._sinks.get(request_id)
+                sink = self._sinks.get(output.request_id)
             else:
-                sink = self._sinks.pop(request_id, None)
-                self._unfinished.discard(request_id)
+                sink = self._sinks.pop(output.request_id, None)
+                self._unfinished.discard(output.request_id)
             if sink is not None:  # None: aborted by us a moment ago
                 sink(output)
-        outputs.clear()
+        steps.clear()
 
     def _note(self, message: EngineMessage) -> None:
         """Take anything but the outputs of a step."""
