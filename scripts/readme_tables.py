@@ -369,13 +369,16 @@ def http_load(result: dict[str, Any]) -> str:
 
 def frontend(result: dict[str, Any]) -> str:
     """CPU time of the HTTP process."""
-    us = {k.removesuffix("_us_per_token"): v for k, v in result.items() if k.endswith("_token")}
+    us = {k.partition("_us_per_")[0]: v for k, v in result.items() if "_us_per_" in k}
     return (
         f"**CPU time of the HTTP process per streamed token**, {result['streams']} chat streams of "
-        f"{result['tokens_per_stream']} tokens from a scripted engine, set-up of the requests "
-        f"included: {us['over_sockets']:.1f} µs with uvicorn and sockets, of which reading the "
-        f"engine's streams is {us['engine_only']:.1f} µs and the application {us['api']:.1f} µs "
-        f"({_host(result)}). {_command(result)}\n"
+        f"{result['tokens_per_stream']} tokens from a scripted engine in its own process, each "
+        f"token an event: {us['over_sockets']:.1f} µs, nothing subtracted, of which writing the "
+        f"event to its socket is {us['bare_write']:.1f} µs, reading the engine's messages "
+        f"{us['engine_link']:.1f} µs and setting the requests up {us['set-up']:.1f} µs. A prompt "
+        f"of {result['prompt_tokens']:,} token ids that arrives with 31 others takes "
+        f"{us['intake']:.0f} µs until the engine has it ({_host(result)}). "
+        f"{_command(result)}\n"
     )
 
 
