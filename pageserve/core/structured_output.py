@@ -5,8 +5,12 @@
 
 Threads do what takes time and needs no lock: llguidance lets others run while it compiles a grammar
 and while it computes which tokens may follow. All state belongs to the loop, which hands work out
-and takes results in. With trigger ids a grammar is dormant until one of them is sampled, in force
-from the next token on, and dormant again after its end.
+and takes results in. But most masks take 10 µs, less than it costs to hand them to a thread, which
+then waits for the interpreter's lock: a grammar whose last masks were that quick is advanced by the
+loop itself.
+
+With trigger ids a grammar is dormant until one of them is sampled, in force from the next token on,
+and dormant again after its end.
 """
 
 import os
@@ -16,6 +20,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from llguidance import LLMatcher
@@ -25,6 +30,9 @@ from pageserve.utils import cdiv
 CACHE_SIZE = 256  # compiled grammars kept
 COMPILE_THREADS = 1
 MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+QUICK_SECONDS = 50e-6  # of CPU that a quick mask takes at most
+QUICK_MASKS = 4  # in a row make a quick grammar, until one is not
+LOOP_MASKS = 32  # of a step that the loop computes itself
 
 
 class Outlook(NamedTuple):
@@ -57,6 +65,7 @@ class Grammar:
         "error",
         "ignore_eos",
         "matcher",
+        "num_quick",
         "num_stale",
         "request_id",
         "trigger_ids",
@@ -76,6 +85,7 @@ class Grammar:
         self.active = not self.trigger_ids
         self.bitmask: bytes | None = None  # None: still being computed
         self.matcher: LLMatcher | None = None  # copied when the first token is to be consumed
+        self.num_quick = 0  # masks in a row that took next to no time
         self.num_stale = 0  # tokens in flight that were sampled before the grammar was in force
         self.error: str | None = None
 
@@ -128,13 +138,16 @@ class StructuredOutputManager:
         self.compile_seconds = 0.0
         self._compile = compile
         self._mask_size = cdiv(vocab_size, 32) * 4
-        self._end_bits = sum(1 << i for i in set(eos_token_ids) if i < vocab_size)
-        self._vocab_bits = (1 << vocab_size) - 1
+        self._nothing = bytes(self._mask_size)
+        self._ends = [(i // 8, 1 << i % 8) for i in set(eos_token_ids) if i < vocab_size]
+        # Bytes of the last word that are not whole in the vocabulary, and which of their bits are.
+        rest = range(vocab_size // 8, self._mask_size)
+        self._behind_vocab = [(i, (1 << max(0, vocab_size - 8 * i)) - 1) for i in rest]
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._results = _Results()
         self._compile_jobs = _Threads("compile", COMPILE_THREADS, self._results)
         self._mask_jobs = _Threads("mask", MASK_THREADS, self._results)
-        self._advances: list[_Job] = []  # to be handed out together
+        self._advances: list[tuple[Grammar, int]] = []  # by the tokens of a step
 
     def add(
         self, request_id: str, text: str, trigger_ids: Iterable[int], ignore_eos: bool
@@ -163,15 +176,24 @@ class StructuredOutputManager:
         if grammar.active:
             grammar.bitmask = None
             self.num_masks += 1
-            self._advances.append(lambda: self._run_advance(grammar, token_id))
+            self._advances.append((grammar, token_id))
         elif token_id in grammar.trigger_ids:
             grammar.start(num_in_flight)
 
     def flush(self) -> None:
-        """Begin with the masks behind all tokens of a step."""
-        if self._advances:
-            self._mask_jobs.put(self._advances)
-            self._advances = []
+        """Begin with the masks behind all tokens of a step; quick ones are there when it returns,
+        for :meth:`take`."""
+        jobs: list[_Job] = []
+        room = LOOP_MASKS
+        for grammar, token_id in self._advances:
+            if grammar.num_quick >= QUICK_MASKS and room:
+                room -= 1
+                self._results.put(self._run_advance(grammar, token_id))
+            else:
+                jobs.append(partial(self._run_advance, grammar, token_id))
+        self._advances.clear()
+        if jobs:
+            self._mask_jobs.put(jobs)
 
     def ends_with(self, grammar: Grammar, token_id: int) -> bool:
         """Whether a request's very last token completes its grammar; without a thread."""
@@ -199,7 +221,7 @@ class StructuredOutputManager:
             self._results.wait(self.num_masks or 1, left)
         return changed
 
-    # --- in a thread ------------------------------------------------------------------------------
+    # --- in a thread, if not quick ----------------------------------------------------------------
 
     def _run_compile(self, compiled: CompiledGrammar) -> "_Result":
         start = time.monotonic()
@@ -214,7 +236,10 @@ class StructuredOutputManager:
         return lambda: self._compiled(compiled, matcher, first, seconds)
 
     def _run_advance(self, grammar: Grammar, token_id: int) -> "_Result":
+        start = time.thread_time()
         outlook = self._advance(grammar, token_id)
+        quick = time.thread_time() - start < QUICK_SECONDS
+        grammar.num_quick = grammar.num_quick + 1 if quick else 0
         return lambda: self._advanced(grammar, outlook)
 
     def _advance(self, grammar: Grammar, token_id: int) -> Outlook:
@@ -230,17 +255,22 @@ class StructuredOutputManager:
     def _outlook(self, matcher: LLMatcher) -> Outlook:
         """Compute what may follow; an end that nothing but EOS may follow is an end."""
         if not matcher.is_stopped():
-            mask = matcher.compute_bitmask()
-            bits = int.from_bytes(mask, "little") & self._vocab_bits
+            bits = bytearray(self._mask_size)
+            mask = matcher.compute_bitmask()[: self._mask_size]
+            bits[: len(mask)] = mask
+            for place, kept in self._behind_vocab:
+                bits[place] &= kept
             if not matcher.is_accepting():
                 if not matcher.is_error():
-                    bitmask = bits.to_bytes(self._mask_size, "little")
+                    bitmask = bytes(bits)
                     return Outlook(bitmask, bitmask)
-            elif others := bits & ~self._end_bits:
-                return Outlook(
-                    (bits | self._end_bits).to_bytes(self._mask_size, "little"),
-                    others.to_bytes(self._mask_size, "little"),
-                )
+            else:
+                others = bits.copy()
+                for place, bit in self._ends:
+                    others[place] &= ~bit
+                    bits[place] |= bit
+                if others != self._nothing:
+                    return Outlook(bytes(bits), bytes(others))
         return Outlook(None, error=_first_line(matcher.get_error()))
 
     # --- in the loop ------------------------------------------------------------------------------

@@ -21,7 +21,13 @@ from fake_worker import (
 )
 from llguidance import LLMatcher
 
-from pageserve.core.structured_output import CACHE_SIZE, StructuredOutputManager
+from pageserve.core import structured_output
+from pageserve.core.structured_output import (
+    CACHE_SIZE,
+    LOOP_MASKS,
+    QUICK_MASKS,
+    StructuredOutputManager,
+)
 from pageserve.messages import AddRequest
 
 REGEX = LLMatcher.grammar_from_regex
@@ -313,6 +319,39 @@ def test_masks_of_a_step_come_together(num_masks):
     changed = grammars.take(30)
     assert sorted(map(id, changed)) == sorted(map(id, live)) and woken == [num_masks]
     assert not any(grammar.waits for grammar in live)
+
+
+def test_quick_masks_are_the_loops_own_business(monkeypatch):
+    """After a few in a row no thread is asked, but for more than the loop has time for; one that
+    takes long sends its grammar back to the threads."""
+    grammars = manager(compile_grammar)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(structured_output.time, "thread_time", lambda: next(clock) * 1e-6)
+    handed, put = [], grammars._mask_jobs.put
+    grammars._mask_jobs.put = lambda jobs: (handed.append(len(jobs)), put(jobs))
+    live = [grammars.add(str(i), WORDS, (), False) for i in range(LOOP_MASKS + 2)]
+    while any(grammar.waits for grammar in live):
+        grammars.take(30, idle=True)
+
+    def advance(timeout: float = 30) -> None:
+        for grammar in live:
+            grammars.accept(grammar, token_of("a"), 0)
+        grammars.flush()
+        while any(grammar.waits for grammar in live):
+            assert grammars.take(timeout)
+
+    for _ in range(QUICK_MASKS):
+        advance()
+    assert handed == [len(live)] * QUICK_MASKS
+    advance()
+    assert handed[QUICK_MASKS:] == [2]
+    del live[3:]
+    advance(timeout=0)
+    assert handed[QUICK_MASKS:] == [2]
+    monkeypatch.setattr(structured_output.time, "thread_time", lambda: next(clock) * 1.0)
+    advance(timeout=0)
+    advance()
+    assert handed[QUICK_MASKS:] == [2, 3] and {g.num_quick for g in live} == {0}
 
 
 def test_abort_while_compiling():
