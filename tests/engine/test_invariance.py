@@ -5,7 +5,6 @@ prefix sharing, forced preemption, overlap, backend, company in the batch.
 """
 
 import functools
-import json
 import random
 from pathlib import Path
 
@@ -36,8 +35,9 @@ def prompts_of(vocab_size: int) -> tuple[tuple[int, ...], ...]:
 @functools.cache
 def reference(path: str) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # which None in the config below would not override
     # Rows of the head that no token has are never sampled here; Hugging Face has to be told.
-    padded = list(range(load_tokenizer(Path(path)).size, model.config.vocab_size))
+    padded = list(range(_vocab(path), model.config.vocab_size))
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
@@ -47,7 +47,7 @@ def reference(path: str) -> list[list[int]]:
         suppress_tokens=padded or None,
     )
     out = []
-    for prompt in prompts_of(model.config.vocab_size):
+    for prompt in prompts_of(_vocab(path)):
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out.append(model.generate(ids, generation_config=config)[0, len(prompt) :].tolist())
@@ -137,4 +137,5 @@ def test_embedded_model_equals_hugging_face(demo_llama_dir, demo_qwen2_dir):
 
 
 def _vocab(path):
-    return json.loads((path / "config.json").read_text())["vocab_size"]
+    """Ids that the tokenizer has: others the engine refuses in prompts, and never samples."""
+    return load_tokenizer(Path(path)).size
