@@ -99,6 +99,7 @@ def _plan_kernel(
     per_program = tl.maximum(tl.maximum((total + P - 1) // P, worth_it), 1)
     first_tile = program * per_program
     first_row = tl.sum((tile_end[None, :] <= first_tile[:, None]).to(tl.int32), 1)
+    first_row = tl.minimum(first_row, R)  # of a program without work, which counts padding too
     tl.store(first_row_ptr + program, first_row, mask=program < P)
     if tl.program_id(0) == 0:
         tl.store(tile_start_ptr + row + 1, tile_end, mask=mask)

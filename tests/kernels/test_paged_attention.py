@@ -142,6 +142,14 @@ def test_mixed_step_splits_rows_between_the_kernels(device):
     close(out, attention(batch, SCALE))
 
 
+@pytest.mark.parametrize("rows", [1, 65, 300])
+def test_a_program_without_work_begins_at_the_last_row(rows, device):
+    """It reads where that row's tiles begin before it finds that there is nothing to do."""
+    seq_lens = torch.full((rows,), 40, dtype=torch.int32, device=device)
+    plan = plan_decode(seq_lens, 4, 2, 64, torch.float32, num_programs=600)
+    assert plan.first_row.max().item() <= rows
+
+
 def test_heads_that_do_not_divide_are_refused(device):
     batch = paged_batch([1], [3], 4, 2, 64, 16, torch.float32, device)
     plan = plan_decode(batch.seq_lens, 4, 2, 64, torch.float32)
