@@ -510,6 +510,8 @@ class Scheduler:
         for step_id in self._in_flight.keys() - keep:
             assert all(r.status > _LAST_LIVE for r in self._in_flight.pop(step_id))
             self._scored.pop(step_id, None)
+        if self.structured_output is not None:
+            self.structured_output.forget_masks()
 
     def _absorb_prompt_logprobs(
         self,

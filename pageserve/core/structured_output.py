@@ -133,8 +133,7 @@ class StructuredOutputManager:
         have ``vocab_size`` bits, rounded up to whole 32-bit words."""
         self.num_cache_hits = 0
         self.num_compiled = 0
-        self.num_compiling = 0  # under way, as are
-        self.num_masks = 0
+        self.num_compiling = 0  # under way
         self.compile_seconds = 0.0
         self._compile = compile
         self._mask_size = cdiv(vocab_size, 32) * 4
@@ -148,6 +147,7 @@ class StructuredOutputManager:
         self._compile_jobs = _Threads("compile", COMPILE_THREADS, self._results)
         self._mask_jobs = _Threads("mask", MASK_THREADS, self._results)
         self._advances: list[tuple[Grammar, int]] = []  # by the tokens of a step
+        self._pending: set[Grammar] = set()  # whose mask is to come
 
     def add(
         self, request_id: str, text: str, trigger_ids: Iterable[int], ignore_eos: bool
@@ -175,7 +175,7 @@ class StructuredOutputManager:
         under way (none if the grammar is in force). The mask is under way after :meth:`flush`."""
         if grammar.active:
             grammar.bitmask = None
-            self.num_masks += 1
+            self._pending.add(grammar)
             self._advances.append((grammar, token_id))
         elif token_id in grammar.trigger_ids:
             grammar.start(num_in_flight)
@@ -183,17 +183,22 @@ class StructuredOutputManager:
     def flush(self) -> None:
         """Begin with the masks behind all tokens of a step; quick ones are there when it returns,
         for :meth:`take`."""
+        advances, self._advances = self._advances, []
         jobs: list[_Job] = []
         room = LOOP_MASKS
-        for grammar, token_id in self._advances:
+        for grammar, token_id in advances:
             if grammar.num_quick >= QUICK_MASKS and room:
-                room -= 1
                 self._results.put(self._run_advance(grammar, token_id))
+                room = room - 1 if grammar.num_quick else 0  # the others may have become slow, too
             else:
                 jobs.append(partial(self._run_advance, grammar, token_id))
-        self._advances.clear()
         if jobs:
             self._mask_jobs.put(jobs)
+
+    def forget_masks(self) -> None:
+        """Expect none of those under way any more: their requests have ended."""
+        self._advances = []
+        self._pending.clear()
 
     def ends_with(self, grammar: Grammar, token_id: int) -> bool:
         """Whether a request's very last token completes its grammar; without a thread."""
@@ -211,14 +216,14 @@ class StructuredOutputManager:
         waited for it would hold up everybody."""
         changed: list[Grammar] = []
         end = time.monotonic() + timeout if timeout else 0.0
-        while self.num_masks or self.num_compiling:
+        while self._pending or self.num_compiling:
             for result in self._results.take():
                 changed += result()
-            waits = self.num_masks or (idle and self.num_compiling and not changed)
+            waits = self._pending or (idle and self.num_compiling and not changed)
             left = end - time.monotonic() if waits and timeout else 0.0
             if left <= 0:
                 break
-            self._results.wait(self.num_masks or 1, left)
+            self._results.wait(len(self._pending) or 1, left)
         return changed
 
     # --- in a thread, if not quick ----------------------------------------------------------------
@@ -249,6 +254,8 @@ class StructuredOutputManager:
                 grammar.matcher = grammar.compiled.matcher.deep_copy()
             grammar.matcher.consume_token(token_id)
             return self._outlook(grammar.matcher)
+        except (KeyboardInterrupt, SystemExit):  # meant for the loop
+            raise
         except BaseException as error:
             return Outlook(None, error=_first_line(str(error)) or type(error).__name__)
 
@@ -293,14 +300,14 @@ class StructuredOutputManager:
         return grammars
 
     def _advanced(self, grammar: Grammar, outlook: Outlook) -> list[Grammar]:
-        self.num_masks -= 1
+        self._pending.discard(grammar)
         grammar.look(outlook)
         return [grammar]
 
 
 _Result = Callable[[], list[Grammar]]
 _Job = Callable[[], _Result]
-_Queue = queue.SimpleQueue[list[_Job] | None]
+_Queue = queue.SimpleQueue[tuple[list[_Job], "_Results"] | None]
 
 
 class _Results:
@@ -346,26 +353,24 @@ class _Threads:
             self._started = True
             for i in range(self._count):
                 threading.Thread(
-                    target=_work,
-                    args=(self._jobs, self._results),
-                    name=f"{self._name}-{i}",
-                    daemon=True,
+                    target=_work, args=(self._jobs,), name=f"{self._name}-{i}", daemon=True
                 ).start()
             weakref.finalize(self, _stop, self._jobs, self._count)
-        self._jobs.put(jobs)
+        self._jobs.put((jobs, self._results))
 
 
 def _first_line(text: str) -> str | None:
     return text.strip().partition("\n")[0] or None
 
 
-def _work(queued: _Queue, results: _Results) -> None:
-    while (jobs := queued.get()) is not None:
+def _work(queued: _Queue) -> None:
+    while (entry := queued.get()) is not None:
+        jobs, results = entry
         while len(jobs) > 1:
-            queued.put(jobs[len(jobs) // 2 :])
+            queued.put((jobs[len(jobs) // 2 :], results))
             del jobs[len(jobs) // 2 :]
         results.put(jobs[0]())
-        del jobs  # an idle thread keeps nothing alive
+        del entry, jobs, results  # an idle thread keeps nothing alive
 
 
 def _stop(jobs: _Queue, count: int) -> None:

@@ -349,9 +349,35 @@ def test_quick_masks_are_the_loops_own_business(monkeypatch):
     advance(timeout=0)
     assert handed[QUICK_MASKS:] == [2]
     monkeypatch.setattr(structured_output.time, "thread_time", lambda: next(clock) * 1.0)
-    advance(timeout=0)
+    advance()  # the first is slow, and the others are not tried
+    assert handed[QUICK_MASKS:] == [2, 2]
     advance()
-    assert handed[QUICK_MASKS:] == [2, 3] and {g.num_quick for g in live} == {0}
+    assert handed[QUICK_MASKS:] == [2, 2, 3] and {g.num_quick for g in live} == {0}
+
+
+def test_an_interrupt_is_not_a_grammars_error(monkeypatch):
+    """It reaches the caller, and what was under way is forgotten with the requests."""
+    grammars = manager(compile_grammar)
+    live = [grammars.add(str(i), WORDS, (), False) for i in range(2)]
+    while any(grammar.waits for grammar in live):
+        grammars.take(30, idle=True)
+
+    def interrupted(matcher: LLMatcher) -> None:
+        raise KeyboardInterrupt
+
+    for grammar in live:
+        grammar.num_quick = QUICK_MASKS
+        grammars.accept(grammar, token_of("a"), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "_outlook", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grammars.flush()
+    grammars.forget_masks()
+    assert grammars.take(30) == []
+    again = grammars.add("again", WORDS, (), False)
+    grammars.accept(again, token_of("b"), 0)
+    grammars.flush()
+    assert grammars.take(30) == [again] and not again.waits
 
 
 def test_abort_while_compiling():
@@ -407,7 +433,7 @@ def test_preemption(depth):
         driver.add(make(f"r{i}", *grammar, max_tokens=30, ignore_eos=True))
     driver.run()
     driver.check_tokens()
-    assert scheduler.stats().preemptions_total > 3
+    assert scheduler.stats().preemptions_total > 0
 
 
 def test_forks_have_matchers_of_their_own():
