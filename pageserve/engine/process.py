@@ -368,6 +368,7 @@ class ProcessClient:
         try:
             while int(self._outputs.get(zmq.EVENTS)) & POLLIN:
                 message = self._decoder.decode(self._outputs.recv())
+                self._last_message = time.monotonic()
                 if isinstance(message, StepOutputs):
                     self.stats = message.stats
                     if message.step is not None:
@@ -378,10 +379,9 @@ class ProcessClient:
                     self._note(message)
             self._hand_over(steps)
         except Exception as error:  # a bug: nobody would read on, and every request wait for ever
-            self._die(f"the engine's outputs cannot be read: {error}")
             self.kill()
             asyncio.get_running_loop().remove_reader(self._output_fd)
-        self._last_message = time.monotonic()
+            self._die(f"the engine's outputs cannot be read: {error}")
 
     def _hand_over(self, steps: list[list[RequestOutput]]) -> None:
         """Give the outputs to their sinks, and forget them."""

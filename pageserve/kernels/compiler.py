@@ -77,7 +77,8 @@ class KernelCompiler:
         """Wait until all that was submitted is compiled."""
         start = time.perf_counter()
         output, _ = self.process.communicate()
-        results = [json.loads(line) for line in output.splitlines()]
+        # What modules print while they are imported comes along.
+        results = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
         names = list(self._names.values())
         for number, seconds in sorted(results, key=lambda result: -result[1]):
             logger.debug("compiled %s in %.2f s", names[number], seconds)
