@@ -81,6 +81,8 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
             )
         except TemplateError as error:
             failures.append(error)
+            if error.param != "messages":  # no other form of them helps
+                break
     raise template_failed(failures[-1])
 
 

@@ -2,6 +2,7 @@
 around ASGI for the tokens of streams."""
 
 import asyncio
+import weakref
 from functools import partial
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -75,7 +76,8 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         self._await_body()
         super().on_headers_complete()
-        self.scope["write_body"] = partial(write_body, self.cycle)  # type: ignore[typeddict-unknown-key]
+        # Weakly, as the cycle has the scope.
+        self.scope["write_body"] = partial(write_body, weakref.ref(self.cycle))  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """Go on with a whole request."""
@@ -128,11 +130,14 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-def write_body(cycle: RequestResponseCycle, data: bytes) -> bool:
+def write_body(reference: "weakref.ref[RequestResponseCycle]", data: bytes) -> bool:
     """Write a part of a streamed body now, if that needs no waiting; return whether it was done.
 
     The same part as an ASGI message takes a coroutine, and so a task that is switched to.
     """
+    cycle = reference()
+    if cycle is None or cycle.response_complete:
+        return False
     if cycle.flow.write_paused or not cycle.chunked_encoding:
         return False
     if not cycle.disconnected:

@@ -554,6 +554,7 @@ class EventStreamResponse(GenerationResponse):
         finally:
             if self._reporter is not None:
                 self._reporter.cancel()
+        self._writing_since = time.monotonic()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _take(self, sequence: int, output: TextOutput) -> bool:

@@ -22,7 +22,8 @@ logger = logging.getLogger("pageserve.api")
 
 MAX_MEMORY = 2**30  # bytes of address space
 MAX_CHARS = 2**24  # of a prompt
-_ENVIRONMENT = ("SYSTEMROOT", "TZ")  # what Windows and clocks need; nothing else is its business
+# What a clock, Windows and the interpreter itself need; nothing else is its business.
+_ENVIRONMENT = ("TZ", "SYSTEMROOT", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 def render_apart(source: str, variables: Mapping[str, Any]) -> str:
@@ -41,6 +42,7 @@ def render_apart(source: str, variables: Mapping[str, Any]) -> str:
             capture_output=True,
             timeout=2 * RENDER_LIMIT,
             env=environment,
+            start_new_session=True,  # Ctrl-C is for the server, which finishes what it has begun
         )
     except subprocess.TimeoutExpired:
         raise _too_much() from None
@@ -69,12 +71,18 @@ def _main() -> None:
             raise TemplateError(f"The prompt has more than {MAX_CHARS} characters", "chat_template")
     except TemplateError as error:
         unreadable = isinstance(error.__cause__, jinja2.TemplateSyntaxError)
-        answer = {"error": str(error), "param": "chat_template" if unreadable else error.param}
+        param = "chat_template" if unreadable else error.param
+        answer = {"error": _whole(str(error)), "param": param}
     except MemoryError:
         answer = {"error": str(_too_much()), "param": "chat_template"}
     else:
-        answer = {"prompt": prompt}
+        answer = {"prompt": _whole(prompt)}
     json.dump(answer, sys.stdout)
+
+
+def _whole(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which nothing behind takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _limit_resources(seconds: int) -> None:

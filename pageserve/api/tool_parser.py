@@ -103,6 +103,11 @@ class ToolParser:
         """Whether the text so far ends in a call, or in what may become its tag."""
         return self.state != "text" or self._place < len(self._buffer)
 
+    @property
+    def _is_answer(self) -> bool:
+        """Whether the text has turned out to be an answer, in which a tag is text as well."""
+        return self._exclusive and self._has_text
+
     def feed(self, text: str) -> list[Piece]:
         """Return what this further text makes certain."""
         if not self.ended:
@@ -153,11 +158,16 @@ class ToolParser:
             return
 
     def _read_text(self) -> Reading:
-        while (found := self._buffer.find(self._open, self._place)) < 0:
-            held = held_prefix(self._buffer, self._open, self._place)
+        while True:
+            found = -1 if self._is_answer else self._buffer.find(self._open, self._place)
+            if found >= 0:
+                self._say(self._take(found))
+                if not self._is_answer:
+                    break
+                continue
+            held = 0 if self._is_answer else held_prefix(self._buffer, self._open, self._place)
             self._say(self._take(len(self._buffer) - held))
             yield from self._wait()
-        self._say(self._take(found))
         self._raw, self._space = self._space, []
         self._raw_start = self._base + self._place - sum(map(len, self._raw))
         self._keep(found + len(self._open))

@@ -15,9 +15,10 @@ def block(name, arguments):
     return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
 
 
-def pieces_of(text, cuts=None, *, incremental=True, cut=False, single=False):
+def pieces_of(text, cuts=None, *, incremental=True, cut=False, single=False, exclusive=False):
     """Feed ``text`` cut at the given places and return the parser and all it said."""
-    parser = ToolParser(OPEN, CLOSE, incremental=incremental, single=single)
+    options = {"incremental": incremental, "single": single, "exclusive": exclusive}
+    parser = ToolParser(OPEN, CLOSE, **options)
     edges = [0, *(range(1, len(text)) if cuts is None else cuts), len(text)]
     pieces = []
     for start, end in itertools.pairwise(edges):
@@ -147,6 +148,14 @@ def test_a_call_that_the_limit_cuts(incremental):
         else:
             start = text.index('{"x"')
             assert (content, calls) == ("x", [("f", text[start : min(end, whole)])])
+
+
+@pytest.mark.parametrize("cuts", [None, []])
+def test_a_tag_in_an_answer_that_has_a_form_is_text(cuts):
+    answer = f"see {block('f', '{}')} for the syntax"
+    assert fold(answer, cuts, exclusive=True) == (answer, [], False)
+    call = block("f", "{}")
+    assert fold(call, cuts, exclusive=True) == ("", [("f", "{}")], False)
 
 
 def test_single_drops_what_follows_the_first_call():
