@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ logger = logging.getLogger("pageserve.api")
 
 MAX_MEMORY = 2**30  # bytes of address space
 MAX_CHARS = 2**24  # of a prompt
+# Of surrogate pairs, which nothing behind takes, but for the one before these: PLAIN_MARK.
+_HALVES = re.compile("[\ud801-\udfff]")
 # What a clock, Windows and the interpreter itself need; nothing else is its business.
 _ENVIRONMENT = ("TZ", "SYSTEMROOT", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
@@ -72,17 +75,12 @@ def _main() -> None:
     except TemplateError as error:
         unreadable = isinstance(error.__cause__, jinja2.TemplateSyntaxError)
         param = "chat_template" if unreadable else error.param
-        answer = {"error": _whole(str(error)), "param": param}
+        answer = {"error": str(error).encode("utf-8", "replace").decode(), "param": param}
     except MemoryError:
         answer = {"error": str(_too_much()), "param": "chat_template"}
     else:
-        answer = {"prompt": _whole(prompt)}
+        answer = {"prompt": _HALVES.sub("?", prompt)}
     json.dump(answer, sys.stdout)
-
-
-def _whole(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which nothing behind takes."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _limit_resources(seconds: int) -> None:

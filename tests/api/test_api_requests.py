@@ -227,7 +227,7 @@ def test_templates_of_requests_are_rendered_if_trusted(make_api):
     assert (error["code"], error["param"]) == ("invalid_messages", "messages")
     half = error_of(api.chat(chat_template="{{ raise_exception('a\\ud800') }}"))
     assert half["code"] == "invalid_messages" and "a?" in half["message"]
-    body = {"messages": HI, "chat_template": "{{ 'a\\ud800' }}"}
+    body = {"messages": HI, "chat_template": "{{ 'a\\udc00' }}"}
     assert api.post("/apply-template", body).json()["prompt"] == "a?"
     api.check_alive()
 
