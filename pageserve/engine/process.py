@@ -11,6 +11,7 @@ cut streams. It exits on Shutdown, or when its parent is gone.
 """
 
 import asyncio
+import importlib.util
 import itertools
 import logging
 import multiprocessing
@@ -138,6 +139,7 @@ def _may_compile(config: EngineConfig) -> bool:
         config.model.device in ("auto", "cuda")
         and config.model.attention_backend in ("auto", "triton")
         and os.path.exists(NVIDIA_DEVICE)
+        and importlib.util.find_spec("triton") is not None  # torch for CPUs comes without it
     )
 
 

@@ -32,6 +32,8 @@ from pageserve.messages import (
 )
 from pageserve.sampling_params import SamplingParams
 
+READY = EngineReady(256, 100, [0], 16, 32, 4, 64, "float32", "cpu", "torch_blockwise", "fp")
+
 
 def config(path, trace: Path | None = None, **options) -> EngineConfig:
     model = ModelArgs(model=str(path), device="cpu", max_model_len=256, **options)
@@ -127,8 +129,7 @@ def hasty_engine(config, request_address: str, output_address: str) -> None:
     requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     requests.connect(request_address)
     outputs.connect(output_address)
-    facts = EngineReady(256, 100, [0], 16, 32, 4, 64, "float32", "cpu", "torch_blockwise", "fp")
-    outputs.send(msgspec.msgpack.encode(facts))
+    outputs.send(msgspec.msgpack.encode(READY))
     requests.recv(), requests.recv()
     for n in range(10):
         step = [RequestOutput("a", [n]), RequestOutput("b", [n], "length" if n == 9 else None)]
@@ -353,8 +354,8 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     assert Busy.num_steps == 3
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_compiler_started_for_a_gpu_is_not_left_behind(device, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("device", "triton"), [("auto", True), ("auto", False), ("cpu", True)])
+def test_a_compiler_started_for_a_gpu_is_not_left_behind(device, triton, monkeypatch, tmp_path):
     """Here the engine comes to nothing before it could take it over."""
     given = []
 
@@ -364,10 +365,11 @@ def test_a_compiler_started_for_a_gpu_is_not_left_behind(device, monkeypatch, tm
             raise ConfigError("no such model")
 
     monkeypatch.setattr(process, "NVIDIA_DEVICE", str(tmp_path))
+    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: triton or None)
     monkeypatch.setattr(core, "EngineCore", Failing)
     with pytest.raises(ConfigError):
         process._serve(EngineConfig(ModelArgs(device=device)), None, lambda _: None)
-    assert [compiler is not None for compiler in given] == [device == "auto"]
+    assert [compiler is not None for compiler in given] == [device == "auto" and triton]
     assert all(compiler.returncode == -signal.SIGKILL for compiler in given if compiler)
 
 
@@ -406,8 +408,7 @@ def hanging_engine(config, request_address: str, output_address: str) -> None:
     context = zmq.Context()
     outputs = context.socket(zmq.PUSH)
     outputs.connect(output_address)
-    facts = EngineReady(256, 100, [0], 16, 32, 4, 64, "float32", "cpu", "torch_blockwise", "fp")
-    outputs.send(msgspec.msgpack.encode(facts))
+    outputs.send(msgspec.msgpack.encode(READY))
     time.sleep(60)
 
 
