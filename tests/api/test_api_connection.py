@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import ssl
 import subprocess
 
@@ -291,7 +292,12 @@ def test_a_reader_that_lags_gets_all_in_larger_events(serve):
         reader, writer = await open_connection()
         writer.write(post(CMPL, prompt="hi", stream=True, max_tokens=total))
         await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(3)  # the reader's own buffer is full long before
+        get = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        metrics = b""
+        async with asyncio.timeout(60):  # the reader's own buffer is full long before the end
+            while not re.search(rb"\nvllm:num_requests_running{.*} 0", metrics):
+                await asyncio.sleep(0.05)
+                metrics = (await answer(open_connection, get))[1]
         body = await reader.read()
         writer.close()
         return body
