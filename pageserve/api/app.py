@@ -47,7 +47,8 @@ from pageserve.api.tokenize import detokenize, tokenize
 
 Handler = Callable[[ServingContext, Request], Awaitable[Response]]
 EXPOSED_HEADERS = [
-    "x-request-id", "x-pageserve-ignored", "openai-processing-ms", "retry-after",
+    "x-request-id", "x-pageserve-ignored", "x-pageserve-warning", "openai-processing-ms",
+    "retry-after",
     *(f"x-ratelimit-{a}-{b}" for a in ("limit", "remaining", "reset")
       for b in ("requests", "tokens")),
 ]  # fmt: skip

@@ -133,6 +133,15 @@ def test_cors_for_listed_origins_only(make_api):
     assert response.headers["access-control-allow-origin"] == "http://good"
 
 
+def test_pages_may_read_what_the_server_says_of_their_request(make_api):
+    api = make_api(server={"allow_origin": ("http://good",)})
+    body = {"messages": HI, "num_ctx": 1, "guided_choice": ["a"]}
+    headers = api.post(CHAT, body, headers={"origin": "http://good"}).headers
+    exposed = set(headers["access-control-expose-headers"].split(", "))
+    assert {name for name in headers if name.startswith("x-")} <= exposed
+    assert {"x-pageserve-ignored", "x-pageserve-warning"} <= set(headers)
+
+
 def test_openapi_lists_routes_and_the_pages_that_need_a_cdn_are_off(api):
     paths = api.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize"} <= set(paths)
