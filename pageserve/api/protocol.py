@@ -398,12 +398,16 @@ _INERT = frozenset(
         "prompt_cache_retention",
     }
 )
+# Read as not given where they are "": Open WebUI sends a setting that is shown but not filled in.
+_BLANK = frozenset({"logit_bias", "reasoning_effort"})
 
 
 def parse(cls: type[B], body: Mapping[str, Any]) -> B:
     """Check a body against a model; raises :class:`APIError` for the first bad field."""
     try:
-        return cls.model_validate({k: v for k, v in body.items() if v is not None})
+        return cls.model_validate(
+            {k: v for k, v in body.items() if v is not None and not (v == "" and k in _BLANK)}
+        )
     except ValidationError as error:
         raise from_validation_error(error) from None
 
