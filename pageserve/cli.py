@@ -85,25 +85,31 @@ def _parse(
 
 
 def _plan_text(config: EngineConfig) -> str:
+    import torch
+
     from pageserve.hub import resolve_model
     from pageserve.model_config import load_model_config
-    from pageserve.worker.memory import DTYPE_BYTES, GIB, activation_bytes, plan_memory
-    from pageserve.worker.worker import choose_device, free_device_bytes, resolve
+    from pageserve.models import DecoderForCausalLM
+    from pageserve.worker.memory import GIB, activation_bytes, plan_memory
+    from pageserve.worker.worker import choose_device, free_device_bytes, make_backend, resolve
 
     path = resolve_model(config.model.model, None)
     model = load_model_config(path)
     config = resolve(config, model, choose_device(config.model.device))
-    num_params = model.num_parameters
-    to_come = num_params * DTYPE_BYTES[config.model.dtype] + activation_bytes(config, model)
+    shapes = DecoderForCausalLM(
+        model, make_backend(config, model), 1, getattr(torch, config.model.dtype), "meta"
+    )
+    weight_bytes = shapes.weight_bytes(config.model.device)
+    to_come = weight_bytes + activation_bytes(config, model)
     memory = plan_memory(
         config,
         model,
-        num_params=num_params,
+        weight_bytes=weight_bytes,
         free_bytes=free_device_bytes(config, reserve=to_come),
     )
     scheduler = config.scheduler
     num_tokens = memory.num_blocks * memory.block_size
-    size = f"{num_params / 1e6:.1f} M parameters"
+    size = f"{model.num_parameters / 1e6:.1f} M parameters"
     rows = [
         ("model", f"{config.model.model} ({model.architecture}, {size})"),
         ("device", f"{config.model.device}, {config.model.dtype}"),

@@ -100,13 +100,13 @@ def test_resolve_fills_by_device_and_keeps_what_was_said():
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def plan(path, free_bytes=None, *, num_params=1000, max_num_seqs=None, **cache):
+def plan(path, free_bytes=None, *, weight_bytes=4000, max_num_seqs=None, **cache):
     config = EngineConfig(
         ModelArgs(max_model_len=64), CacheArgs(**cache), SchedulerArgs(max_num_seqs=max_num_seqs)
     )
     model = load_model_config(path)
     return plan_memory(
-        resolve(config, model, "cpu"), model, num_params=num_params, free_bytes=free_bytes
+        resolve(config, model, "cpu"), model, weight_bytes=weight_bytes, free_bytes=free_bytes
     )
 
 

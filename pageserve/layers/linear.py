@@ -6,7 +6,7 @@ operation. On CUDA the way to compute a shape is chosen by timing, see ``kernels
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,17 @@ if TYPE_CHECKING:  # imports Triton, which only CUDA machines need to have
     from pageserve.kernels.linear import LinearChooser
 
 PACK_HINT = 16  # rows a packed weight is laid out for
+
+
+class Packing(NamedTuple):
+    """The use of oneDNN's own layout of a weight, which serves products of ``rows`` and more.
+
+    It gives up to 2x for 2-32 rows of float32 where the output is wide, nothing where it is narrow;
+    of 16-bit weights it is the better one for any number of rows, and then the only copy.
+    """
+
+    rows: int
+    keeps_plain: bool  # for fewer rows; an embedding that serves as the head stays plain anyway
 
 
 class Linear(Module):
@@ -36,24 +47,31 @@ class Linear(Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, **factory), requires_grad=False)
         self.weight_t: torch.Tensor
-        self.packed: torch.Tensor | None = None
+        self.packed: torch.Tensor | None = None  # for products of packed_rows and more
+        self.packed_rows = 1
 
     def prepare(self) -> None:
         """Lay the loaded weight out for its device; call it once, before the first product."""
         self.weight_t = self.weight.t()  # a view; F.linear would make it anew in every call
-        if self._packs():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_HINT)
+        packing = self.packing(self.weight.device.type)
+        if packing is None:
+            return
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_HINT)
+        self.packed_rows = packing.rows
+        if not packing.keeps_plain:
+            self.weight = nn.Parameter(self.packed, requires_grad=False)
+            del self.weight_t
 
-    def _packs(self) -> bool:
-        """Whether oneDNN's own layout pays: up to 2x for 2-32 rows where the output is wide,
-        nothing where it is narrow. It costs a second copy of the weight."""
+    def packing(self, device: str) -> Packing | None:
+        """Return how :meth:`prepare` packs a weight of this shape and type on ``device``."""
         out_features, in_features = self.weight.shape
-        return (
-            self.weight.device.type == "cpu"
-            and self.weight.dtype is torch.float32
-            and torch.backends.mkldnn.is_available()
-            and out_features >= 2 * in_features
-        )
+        if device != "cpu" or not torch.backends.mkldnn.is_available():
+            return None
+        if _has_instructions(self.weight.dtype):
+            return Packing(1, keeps_plain=False)
+        if self.weight.dtype is torch.float32 and out_features >= 2 * in_features:
+            return Packing(2, keeps_plain=True)
+        return None
 
     def forward(
         self,
@@ -71,7 +89,7 @@ class Linear(Module):
             return _on_cuda(self, x, norm, residual, silu)
         if norm is not None:
             x = norm(x)
-        if self.packed is not None and x.shape[0] > 1:
+        if self.packed is not None and x.shape[0] >= self.packed_rows:
             out = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         elif self.bias is not None:
             out = torch.addmm(self.bias, x, self.weight_t)
@@ -98,6 +116,16 @@ class MergedLinear(Linear):
         for name, size in parts.items():
             self.rows[name] = slice(start, start + size)
             start += size
+
+
+@functools.cache
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether the processor computes with 16-bit numbers, which oneDNN's layout is made for."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":  # the layout was timed on no other
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 @functools.cache

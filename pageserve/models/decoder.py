@@ -94,6 +94,17 @@ class DecoderForCausalLM(Module):
             if isinstance(module, Linear):
                 module.prepare()
 
+    def weight_bytes(self, device: str) -> int:
+        """Bytes that the weights take on ``device``, second copies in other layouts included, of a
+        model that is prepared or not, as one on the meta device."""
+        weights = list(self.parameters())
+        for linear in (module for module in self.modules() if isinstance(module, Linear)):
+            packing = linear.packing(device)
+            shared = linear.weight is self.embed_tokens.weight
+            if packing is not None and (packing.keeps_plain or shared):
+                weights.append(linear.weight)
+        return sum(weight.nbytes for weight in weights)
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [num_tokens]

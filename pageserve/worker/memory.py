@@ -54,12 +54,13 @@ def activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, *, num_params: int, free_bytes: int | None
+    config: EngineConfig, model: ModelConfig, *, weight_bytes: int, free_bytes: int | None
 ) -> MemoryPlan:
     """Size the pool for a resolved ``config``.
 
-    ``free_bytes`` is what the device has left for the pool, None on a host without a GPU, where a
-    share of the physical memory is taken. Raises :class:`ConfigError` if not one block fits.
+    ``weight_bytes`` is what the weights take, ``free_bytes`` what the device has left for the pool,
+    None on a host without a GPU, where a share of the physical memory is taken. Raises
+    :class:`ConfigError` if not one block fits.
     """
     args = config.cache
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
@@ -81,7 +82,6 @@ def plan_memory(
             f"no memory for even one KV block of {size / 2**20:.1f} MiB: raise --kv-cache-memory "
             "or --gpu-memory-utilization, or lower --block-size"
         )
-    weight_bytes = num_params * DTYPE_BYTES[config.model.dtype]
     return MemoryPlan(weight_bytes, size, num_blocks, args.block_size, max_model_len)
 
 

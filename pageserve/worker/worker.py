@@ -77,7 +77,7 @@ class Worker:
         plan = plan_memory(
             config,
             self.model_config,
-            num_params=sum(p.numel() for p in self.model.parameters()),
+            weight_bytes=self.model.weight_bytes(device),
             free_bytes=free_device_bytes(config, graph_bytes),
         )
         self.num_kv_blocks = plan.num_blocks
