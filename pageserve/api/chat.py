@@ -111,8 +111,9 @@ def _render_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     result["content"] = content_text(result.get("content", ""), index)
     if "reasoning" in result:
         result.setdefault("reasoning_content", result.pop("reasoning"))
-    if "tool_calls" in result:
-        result["tool_calls"] = [_render_tool_call(call) for call in result["tool_calls"]]
+    calls = result.pop("tool_calls", [])
+    if calls:  # templates ask whether there is a list, not whether something is in it
+        result["tool_calls"] = [_render_tool_call(call) for call in calls]
     return result
 
 
@@ -131,9 +132,10 @@ def content_text(content: str | Sequence[Mapping[str, Any]], index: int = 0) -> 
 
 
 def _render_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    function["arguments"] = parse_arguments(function.get("arguments", ""))
-    return {**call, "function": function}
+    function = call["function"]
+    arguments = parse_arguments(function.get("arguments", ""))
+    # Some templates show the function as it is: models know its name to come first.
+    return {**call, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 
 def parse_arguments(arguments: Any) -> Any:

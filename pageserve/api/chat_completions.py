@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +23,7 @@ from pageserve.api.serving import (
     sampling_params,
 )
 from pageserve.api.template import TemplateError
+from pageserve.api.tool_formats import ToolFormat
 from pageserve.api.tool_protocol import Tool
 from pageserve.api.tools import prepare_messages
 from pageserve.sampling_params import SamplingParams
@@ -35,10 +36,12 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     request, headers = await read_generation(context, http, ChatCompletionRequest)
 
     def prepare() -> tuple[Prompt, SamplingParams, ChatPlan | None]:
-        params = tool_sampling(context, request, _params(context, request))
-        text = render(context, request)
-        prompt = _encode(context, request, text)
-        return prompt, params, plan_chat(context, request, prompt.text)
+        params = _params(context, request)
+        rendered = render(context, request)
+        params = tool_sampling(context, request, params, rendered.tool_format)
+        prompt = _encode(context, request, rendered.text)
+        plan = plan_chat(context, request, prompt.text, rendered.tool_format)
+        return prompt, params, plan
 
     prompt, params, plan = await context.in_thread(prepare, apart=request.chat_template is not None)
     grammar = await compile_constraint(context, request)
@@ -48,9 +51,16 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     return respond(context, http, request, [prompt], params, grammar, headers, arrival, plan)
 
 
-def render(context: ServingContext, request: ChatCompletionRequest | TemplateRequest) -> str:
-    """Return the prompt text of a conversation, special tokens in contents marked if they are to
-    stay text; raises :class:`APIError`."""
+class Rendered(NamedTuple):
+    """The prompt text of a conversation, and the form of calls that it shows or asks for."""
+
+    text: str
+    tool_format: ToolFormat
+
+
+def render(context: ServingContext, request: ChatCompletionRequest | TemplateRequest) -> Rendered:
+    """Return the prompt of a conversation, special tokens in contents marked if they are to stay
+    text; raises :class:`APIError`."""
     kwargs = dict(request.chat_template_kwargs)
     effort = getattr(request, "reasoning_effort", None)
     if effort is not None:
@@ -67,12 +77,12 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
     if template is None:
         template = tokenizer.get_chat_template(tools=True)
     failures = []
-    for shown_messages, shown_tools in prepare_messages(template or "", messages, tools):
+    for shown in prepare_messages(template or "", messages, tools):
         try:
-            return render_chat(
+            text = render_chat(
                 tokenizer,
-                shown_messages,
-                tools=shown_tools,
+                shown.messages,
+                tools=shown.tools,
                 documents=documents,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
@@ -83,6 +93,8 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
             failures.append(error)
             if error.param != "messages":  # no other form of them helps
                 break
+        else:
+            return Rendered(text, shown.tool_format)
     raise template_failed(failures[-1])
 
 

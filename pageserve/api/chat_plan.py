@@ -5,13 +5,14 @@ from typing import Literal
 
 import msgspec
 
-from pageserve.api import reasoning, tools
+from pageserve.api import reasoning
 from pageserve.api.chat_output import ChatParser
 from pageserve.api.context import ServingContext
 from pageserve.api.grammars import GrammarCompiler
 from pageserve.api.protocol import ChatCompletionRequest
 from pageserve.api.reasoning import ReasoningParser
 from pageserve.api.structured_output import Constraint, constraint_of
+from pageserve.api.tool_formats import FORMATS, ToolFormat
 from pageserve.api.tool_grammar import ToolGrammar, behind_reasoning, tool_grammar
 from pageserve.api.tool_parser import ToolParser
 from pageserve.api.tool_protocol import ToolChoice
@@ -23,10 +24,12 @@ from pageserve.tokenizer import Tokenizer
 class ChatPlan:
     """How one request's outputs are taken apart. ``block`` says where the output begins: inside of
     a reasoning block, or perhaps before one; None means that there is none. ``constrained`` says
-    that the request gives the answer a form."""
+    that the request gives the answer a form. ``tool_names`` are those of the tools allowed."""
 
     tokenizer: Tokenizer
+    tool_format: ToolFormat
     choice: ToolChoice
+    tool_names: frozenset[str]
     block: Literal["inside", "before"] | None
     parallel_tool_calls: bool
     include_reasoning: bool
@@ -46,7 +49,7 @@ class ChatPlan:
         if self.calls is not None:
             calls = Constraint("tools", self.calls.source, "tools")
             grammar = await compiler.compile(calls, self.tokenizer)
-            if self.calls.free:
+            if self.calls.anywhere:
                 return grammar
             if constraint is not None and self.choice.mode == "auto":
                 either = Constraint("either", [grammar, constraint], "tools")
@@ -60,8 +63,8 @@ class ChatPlan:
         named = self.choice.mode == "named"
         block = ReasoningParser(opened=self.block == "inside") if self.block else None
         parser = ToolParser(
-            tools.OPEN,
-            tools.CLOSE,
+            self.tool_format,
+            self.tool_names,
             incremental=self.stream,
             single=named or not self.parallel_tool_calls,
             exclusive=self.constrained,
@@ -76,9 +79,10 @@ class ChatPlan:
 
 
 def plan_chat(
-    context: ServingContext, request: ChatCompletionRequest, prompt: str
+    context: ServingContext, request: ChatCompletionRequest, prompt: str, form: ToolFormat
 ) -> ChatPlan | None:
-    """Return how to take the outputs of a request apart, None if they are plain text.
+    """Return how to take the outputs of a request apart, with calls in a form that the ``prompt``
+    asks for; None if they are plain text.
 
     Raises :class:`APIError` for a strict tool whose schema cannot be enforced.
     """
@@ -95,14 +99,18 @@ def plan_chat(
     if choice.mode != "none" and not (free and context.config.tool_grammar == "off"):
         calls = tool_grammar(
             tokenizer,
+            form,
             request.tools or [],
             choice,
             parallel=request.parallel_tool_calls,
             free=free,
         )
+    names = choice.names or {tool["function"]["name"] for tool in request.tools or []}
     return ChatPlan(
         tokenizer,
+        form,
         choice,
+        frozenset(names),
         block,
         request.parallel_tool_calls,
         request.include_reasoning,
@@ -113,9 +121,12 @@ def plan_chat(
 
 
 def tool_sampling(
-    context: ServingContext, request: ChatCompletionRequest, params: SamplingParams
+    context: ServingContext,
+    request: ChatCompletionRequest,
+    params: SamplingParams,
+    form: ToolFormat,
 ) -> SamplingParams:
-    """Return the parameters with what the tools of a request change: the opening tag is banned if
+    """Return the parameters with what the tools of a request change: what opens calls is banned if
     no tool may be called, and is text, though it may be a special token, if one may. Tokens that
     open calls of another form are banned in any case."""
     tokenizer = context.loaded_tokenizer
@@ -123,14 +134,14 @@ def tool_sampling(
         return params
     replace = msgspec.structs.replace
     forbidden = request.tool_use.mode == "none"
-    tags = (*tools.FOREIGN, tools.OPEN) if forbidden else tools.FOREIGN
+    tags = [f.open for f in FORMATS if forbidden or f is not form]
     banned = [i for tag in tags if (i := tokenizer.token_id(tag)) is not None]
     if banned:
         bias = (params.logit_bias or {}) | dict.fromkeys(banned, -100.0)
         params = replace(params, logit_bias=bias)
-    token_id = tokenizer.token_id(tools.OPEN)
+    token_id = tokenizer.token_id(form.open)
     if forbidden and token_id is None:
-        words = [*(params.bad_words_token_ids or []), tokenizer.encode(tools.OPEN, False)]
+        words = [*(params.bad_words_token_ids or []), tokenizer.encode(form.open, False)]
         return replace(params, bad_words_token_ids=words)
     if not forbidden and token_id in tokenizer.special_ids:
         return replace(params, skip_special_tokens=False)

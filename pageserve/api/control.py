@@ -104,10 +104,10 @@ async def apply_template(context: ServingContext, http: Request) -> Response:
     refuse_template(request, trusted=context.config.trust_request_template)
     names = ignored_fields(request, strict=context.config.strict_params)
     headers = report_ignored(context, names)
-    prompt = await context.in_thread(
+    rendered = await context.in_thread(
         lambda: render(context, request), apart=request.chat_template is not None
     )
-    return JSONResponse({"prompt": prompt.replace(PLAIN_MARK, "")}, headers=headers)
+    return JSONResponse({"prompt": rendered.text.replace(PLAIN_MARK, "")}, headers=headers)
 
 
 async def reset_prefix_cache(context: ServingContext, http: Request) -> Response:

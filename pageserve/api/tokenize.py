@@ -77,7 +77,8 @@ def _encode(context: ServingContext, request: TokenizeRequest, texts: Sequence[s
     if special is None:
         special = request.add_special
     if request.messages is not None:
-        return context.loaded_tokenizer.encode_marked(render(context, request), bool(special))
+        text = render(context, request).text
+        return context.loaded_tokenizer.encode_marked(text, bool(special))
     return context.loaded_tokenizer.encode(texts[0], special is not False)
 
 

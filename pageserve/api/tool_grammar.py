@@ -1,8 +1,8 @@
 """Grammars that hold tool calls to their tools: the name is one of them, arguments fit its schema.
 
-A model that may call freely is held from the opening tag to the closing one; where the tag is no
-token of its own, text is part of the grammar. One that must call, or else answer in a given form,
-is held from the start.
+A model that may call freely is held from the token that opens calls to their end; where that is no
+token of its own, or may be left out, text is part of the grammar. One that must call, or else
+answer in a given form, is held from the start.
 """
 
 import json
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import orjson
 
-from pageserve.api import reasoning, tools
+from pageserve.api import reasoning
 from pageserve.api.errors import bad_request
 from pageserve.api.grammars import MAX_BYTES, ONE_SPACE, nest
 from pageserve.api.json_schema import Budget, SchemaError, normalize_schema
+from pageserve.api.tool_formats import ToolFormat
 from pageserve.api.tool_protocol import Tool, ToolChoice
 from pageserve.tokenizer import Tokenizer
 
@@ -26,17 +27,18 @@ TEXT = "TEXT: /(?s:.*)/"
 @dataclass(frozen=True)
 class ToolGrammar:
     """Lark source, and the ids of the tokens behind which it is in force (none: from the start).
-    ``free`` says that it also takes, or leaves out, any text. ``relaxed`` has a note on each tool
-    whose schema cannot be enforced."""
+    ``anywhere`` says that calls may begin anywhere in an output, any text before them. ``relaxed``
+    has a note on each tool whose schema cannot be enforced."""
 
     source: str
-    free: bool
+    anywhere: bool
     trigger_ids: tuple[int, ...] = ()
     relaxed: tuple[str, ...] = ()
 
 
 def tool_grammar(
     tokenizer: Tokenizer,
+    form: ToolFormat,
     given: Sequence[Tool],
     choice: ToolChoice,
     *,
@@ -48,25 +50,36 @@ def tool_grammar(
 
     Raises :class:`APIError` if a strict tool has a schema that cannot be enforced.
     """
-    rules, relaxed = _calls(given, choice)
-    opening, closing = _tag(tokenizer, tools.OPEN), _tag(tokenizer, tools.CLOSE)
-    body = f'"\\n" call "\\n" {closing}'
+    as_objects = bool(form.bare) and not free
+    names, rules, relaxed = _calls(form, given, choice, as_objects)
+    one_only = choice.mode == "named" or not parallel
+
+    def several(item: str) -> str:
+        return item if one_only else f"{item} (SEPARATOR {item})*"
+
+    opening, token_id = _tag(tokenizer, form.open), tokenizer.token_id(form.open)
+    closing = _tag(tokenizer, form.close) if form.close else ""
+    calls = "call" if form.close else several("call")
+    rules += [
+        f"calls: {_terminal(form.start)} {calls} {_terminal(form.end)} {closing}",
+        f"block: {opening} calls",
+        f"SEPARATOR: {_terminal(form.separator)}",
+    ]
     trigger_ids: tuple[int, ...] = ()
-    if free:
-        token_id = tokenizer.token_id(tools.OPEN)
-        if token_id is not None:
-            start, trigger_ids = [f"start: {body}"], (token_id,)
-        else:
-            start = [
-                f"start: (before {body})* TEXT",
-                f'before[suffix="{tools.OPEN}"]: TEXT',
-                TEXT,
-            ]
+    if form.bare:
+        is_token = token_id in tokenizer.special_ids
+        start = ["start: calls | block" if is_token else "start: calls"]
+        if free:
+            start[0] += " | ANSWER | ANSWER block" if is_token else " | ANSWER"
+            start.append(f"ANSWER: /(?s:.*)/ & ~/{_named(form.bare, *names)}(?s:.*)/")
+    elif not free:
+        start = [f"start: {several('block') if form.close else 'block'}"]
+    elif token_id is not None:
+        start, trigger_ids = ["start: calls"], (token_id,)
     else:
-        one_only = choice.mode == "named" or not parallel
-        calls = "block" if one_only else 'block ("\\n" block)*'
-        start = [f"start: {calls}", f"block: {opening} {body}"]
-    return ToolGrammar("\n".join([*start, *rules]), free, trigger_ids, tuple(relaxed))
+        start = ["start: (before calls)* TEXT", f'before[suffix="{form.open}"]: TEXT', TEXT]
+    anywhere = free and not form.bare
+    return ToolGrammar("\n".join([*start, *rules]), anywhere, trigger_ids, tuple(relaxed))
 
 
 def behind_reasoning(tokenizer: Tokenizer, block: str, grammar: str) -> str:
@@ -84,8 +97,16 @@ def behind_reasoning(tokenizer: Tokenizer, block: str, grammar: str) -> str:
     return nest(source, {"answer": grammar})
 
 
-def _calls(given: Sequence[Tool], choice: ToolChoice) -> tuple[list[str], list[str]]:
-    """Return the rule of a call, with one for each tool allowed, and notes on those relaxed."""
+def _calls(
+    form: ToolFormat, given: Sequence[Tool], choice: ToolChoice, as_objects: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of the tools allowed, the rule of a call with one for each of them, and
+    notes on those relaxed.
+
+    A call that may begin like an answer must be read in the same pieces as that, as nothing is read
+    twice. Beside free text it is a head that ends where the text can no longer be any other; beside
+    an answer in a form it is, as that may be, a JSON value: ``as_objects``.
+    """
     rules, names, relaxed = [], [], []
     limits = _Limits()
     for i, tool in enumerate(given):
@@ -98,10 +119,33 @@ def _calls(given: Sequence[Tool], choice: ToolChoice) -> tuple[list[str], list[s
             if function.get("strict"):
                 raise bad_request("invalid_json_schema", f"{param}: {problem}", param)
             relaxed.append(f"{param}: {problem}")
-        head = json.dumps(f'{{"name": "{function["name"]}", "arguments": ')
-        names.append(f"call_{i}")
-        rules.append(f'call_{i}: {head} %json {json.dumps(schema)} "}}"')
-    return [f"call: {' | '.join(names)}", *rules], relaxed
+        names.append(function["name"])
+        if as_objects:
+            call = f"%json {json.dumps(_whole_call(form, function['name'], schema))}"
+        else:
+            head = _named(form.head, function["name"])
+            call = f"/{head}/ %json {json.dumps(schema)} /{form.tail}/"
+        rules.append(f"call_{i}: {call}")
+    alternatives = " | ".join(rule.partition(":")[0] for rule in rules)
+    return names, [f"call: {alternatives}", *rules], relaxed
+
+
+def _whole_call(form: ToolFormat, name: str, schema: dict[str, object]) -> dict[str, object]:
+    """Return the schema of a whole call, from that of the tool's arguments."""
+    schema = dict(schema)
+    outer = {k: schema.pop(k) for k in ("$defs", "x-guidance") if k in schema}
+    members = {"type": {"const": "function"}, "name": {"const": name}, form.arguments_key: schema}
+    required = ["name", form.arguments_key]
+    return NO_ARGUMENTS | {"properties": members, "required": required} | outer
+
+
+def _named(pattern: str, *names: str) -> str:
+    """Return a pattern of a form with the names of tools in it."""
+    return pattern.replace("NAME", f"({'|'.join(names)})".replace(".", r"\."))
+
+
+def _terminal(pattern: str) -> str:
+    return f"/{pattern}/" if pattern else ""
 
 
 class _Limits:
@@ -134,5 +178,6 @@ def _schema(function: Tool, limits: _Limits) -> tuple[dict[str, object], str | N
 
 
 def _tag(tokenizer: Tokenizer, tag: str) -> str:
-    """Return a tag as a grammar spells it: special tokens have names, all others are text."""
-    return tag if tokenizer.token_id(tag) in tokenizer.special_ids else json.dumps(tag)
+    """Return a tag as a grammar spells it: special tokens by their ids, all others as text."""
+    token_id = tokenizer.token_id(tag)
+    return f"<[{token_id}]>" if token_id in tokenizer.special_ids else json.dumps(tag)

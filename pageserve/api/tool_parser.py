@@ -1,17 +1,20 @@
-"""Tool calls in a model's text, as it comes: JSON between an opening and a closing tag.
+"""Tool calls in a model's text, as it comes: JSON in one of the forms of ``tool_formats``.
 
 Each character is looked at once, whatever the text: nothing is searched again when more arrives,
 and what turns out to be no call is passed on as text without being read a second time.
 """
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import orjson
 
+from pageserve.api.tool_formats import ToolFormat
+
 ARGUMENT_KEYS = ("arguments", "parameters")  # the second is Llama's word
+BARE_KEYS = ("type", "name")  # that may stand before the arguments if no opening says what it is
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r'[^ \t\r\n,:{}\[\]"]+')
@@ -51,7 +54,7 @@ def held_prefix(text: str, tag: str, start: int = 0) -> int:
 
 
 class _Malformed(Exception):
-    """What stands behind an opening tag is no call."""
+    """What stands where a call should is none."""
 
 
 class _End(Exception):
@@ -61,18 +64,22 @@ class _End(Exception):
 class ToolParser:
     """Splits a text into answer and calls.
 
-    ``state`` is text until the opening tag, head until a call's name is known, args while its
-    arguments are copied, tail up to the closing tag. White space around calls is dropped. With
+    ``state`` is text until calls are opened, head until a call's name is known, args while its
+    arguments are copied, tail up to what follows it. White space around calls is dropped. With
     ``incremental``, calls are passed on as they come, else when they are complete, so that a block
     that turns out to be no call can still become text. With ``single`` whatever follows the first
-    closing tag is dropped. With ``exclusive`` a text is an answer or calls, so the beginning of a
-    call that was cut off is no answer and is dropped.
+    call is dropped. With ``exclusive`` a text is an answer or calls, so the beginning of a call
+    that was cut off is no answer and is dropped.
+
+    Where a form needs no opening, a text that begins as an object is one of calls if that has the
+    name of a tool, one of ``names``, and behind it arguments or nothing: as long as it may be, it
+    is held back.
     """
 
     def __init__(
         self,
-        open_tag: str,
-        close_tag: str,
+        form: ToolFormat,
+        names: Collection[str] = (),
         *,
         incremental: bool = True,
         single: bool = False,
@@ -81,8 +88,10 @@ class ToolParser:
         self.state: Literal["text", "head", "args", "tail"] = "text"
         self.num_calls = 0  # begun: name known
         self.broken = False  # the model ended a call in its middle by itself
-        self.ended = False  # the closing tag of a ``single`` call was read
-        self._open, self._close = open_tag, close_tag
+        self.ended = False  # the end of a ``single`` call was read
+        self._form, self._names = form, names
+        self._bare = False  # the calls being read have no opening
+        self._closed = False  # the object of a call was read to its end
         self._incremental, self._single, self._exclusive = incremental, single, exclusive
         self._buffer = ""
         self._place = 0  # in the buffer: everything before it has been dealt with
@@ -122,9 +131,8 @@ class ToolParser:
         that its last call may be incomplete."""
         self._over = True
         next(self._reading, None)
-        if self.ended or (
-            cut and self._exclusive and not self._has_text and self.state in ("text", "head")
-        ):
+        undecided = self.state in ("text", "head") and not self._has_text and not self._bare
+        if self.ended or (cut and self._exclusive and undecided):
             self._space = []
         elif self.state == "text":
             self._say(self._take(len(self._buffer)))
@@ -146,76 +154,135 @@ class ToolParser:
     def _read(self) -> Reading:
         yield
         try:
+            if self._form.bare:
+                yield from self._read_bare()
             while not self.ended:
                 yield from self._read_text()
-                try:
-                    yield from self._read_call()
-                except _Malformed:
-                    self._give_up()
-                else:
-                    yield from self._read_tail()
+                yield from self._read_block()
         except _End:
             return
 
+    def _read_bare(self) -> Reading:
+        """Read the calls that the text begins with, if it does."""
+        self._bare = True
+        self.state = "head"
+        if (yield from self._peek()) == "{":
+            yield from self._read_block()
+        else:
+            self._give_up()
+        self._bare = False
+
     def _read_text(self) -> Reading:
+        opening = self._form.open
         while True:
-            found = -1 if self._is_answer else self._buffer.find(self._open, self._place)
+            found = -1 if self._is_answer else self._buffer.find(opening, self._place)
             if found >= 0:
                 self._say(self._take(found))
                 if not self._is_answer:
                     break
                 continue
-            held = 0 if self._is_answer else held_prefix(self._buffer, self._open, self._place)
+            held = 0 if self._is_answer else held_prefix(self._buffer, opening, self._place)
             self._say(self._take(len(self._buffer) - held))
             yield from self._wait()
-        self._raw, self._space = self._space, []
-        self._raw_start = self._base + self._place - sum(map(len, self._raw))
-        self._keep(found + len(self._open))
-        self._early = []
+        self._begin_raw(self._space)
+        self._space = []
+        self._keep(found + len(opening))
         self.state = "head"
+
+    def _read_block(self) -> Reading:
+        """Read the calls of one opening."""
+        try:
+            if self._form.listed:
+                yield from self._expect("[")
+            more = True
+            while more:
+                yield from self._read_call()
+                yield from self._read_tail()
+                more = not self.ended and (yield from self._read_separator())
+        except _Malformed:
+            self._give_up()
 
     def _read_call(self) -> Reading:
         """Read the object up to where both name and arguments are known."""
+        self._early, self._closed = [], False
+        name: str | None = None
         yield from self._expect("{")
-        while (yield from self._expect('"}')) == '"':
-            key = yield from self._read_string()
+        while (yield from self._expect('"' if self._bare else '"}')) == '"':
+            key = yield from self._read_string(BARE_KEYS if name is None else ARGUMENT_KEYS)
             yield from self._expect(":")
             if key == "name":
                 yield from self._expect('"')
-                self._begin((yield from self._read_string()))
+                if name is not None:
+                    raise _Malformed
+                name = yield from self._read_string(self._names)
+                if not self._bare:
+                    self._begin(name)
                 if self._early:
                     self._pass_on("".join(self._early))
                     return
             elif key in ARGUMENT_KEYS:
                 if (yield from self._peek()) != "{":
                     raise _Malformed
-                yield from self._read_value(
-                    self._pass_on if self.state == "args" else self._early.append
-                )
-                if self.state == "args":
+                if name is None:
+                    yield from self._read_value(self._early.append)
+                else:
+                    if self._bare:
+                        self._begin(name)
+                    yield from self._read_value(self._pass_on)
                     return
+            elif self._bare:
+                yield from self._expect('"')
+                yield from self._read_string(("function",))
             else:
                 yield from self._skip_value()
             if (yield from self._expect(",}")) == "}":
                 break
-        if self.state == "head":
+        if name is None:
             raise _Malformed
+        if self._bare:
+            self._begin(name)
         self._pass_on("{}")
+        self._closed = True
 
     def _read_tail(self) -> Reading:
+        """Drop the rest of a call whose arguments are complete."""
         self._pieces += self._pending
         self._pending = []
         self.state = "tail"
-        while (found := self._buffer.find(self._close, self._place)) < 0:
-            self._take(len(self._buffer) - held_prefix(self._buffer, self._close, self._place))
-            yield from self._wait()
-        self._take(found + len(self._close))
-        self.state = "text"
+        self._begin_raw()
+        if close := self._form.close:
+            while (found := self._buffer.find(close, self._place)) < 0:
+                self._take(len(self._buffer) - held_prefix(self._buffer, close, self._place))
+                yield from self._wait()
+            self._take(found + len(close))
+        elif not self._closed:
+            while (yield from self._expect(",}")) == ",":
+                yield from self._expect('"')
+                yield from self._read_string()
+                yield from self._expect(":")
+                yield from self._skip_value()
         self.ended = self._single
 
+    def _read_separator(self) -> Generator[None, None, bool]:
+        """Read what stands behind a call, and return whether another of the same opening follows.
+        What is neither a call nor the end of all is text."""
+        if self._form.close:
+            self.state = "text"
+            return False
+        self._begin_raw()
+        if (yield from self._peek()) in self._form.separators:
+            self._keep(self._place + 1)
+        follows = yield from self._peek()
+        if follows == "{":
+            self.state = "head"
+            return True
+        if not (self._form.listed and follows == "]"):
+            raise _Malformed
+        self._keep(self._place + 1)
+        self.state = "text"
+        return False
+
     def _begin(self, name: str) -> None:
-        if self.state == "args":
-            raise _Malformed  # a second name
         self.state = "args"
         self._pending = [CallDelta(self.num_calls, "", name)]
         self.num_calls += 1
@@ -239,6 +306,11 @@ class ToolParser:
         self._pending = []
         self.state = "text"
         self._say("".join(self._raw), self._raw_start)
+
+    def _begin_raw(self, space: Iterable[str] = ()) -> None:
+        """Note what comes next, in case that it turns out to be text with ``space`` before it."""
+        self._raw = [*space]
+        self._raw_start = self._base + self._place - sum(map(len, self._raw))
 
     def _say(self, text: str, start: int | None = None) -> None:
         """Pass text on, but for white space that a call may still swallow."""
@@ -274,12 +346,17 @@ class ToolParser:
                 return self._buffer[self._place]
             yield from self._wait()
 
-    def _read_string(self) -> Generator[None, None, str]:
-        """Read a string behind its opening quote and return its value."""
+    def _read_string(self, bare: Collection[str] = ()) -> Generator[None, None, str]:
+        """Read a string behind its opening quote and return its value: one of those in ``bare``,
+        letter by letter, if only they make a call of a text without opening."""
         raw = ['"']
 
         def note(text: str) -> None:
             raw.append(text)
+            if self._bare and bare:
+                written = "".join(raw)
+                if not any(f'"{value}"'.startswith(written) for value in bare):
+                    raise _Malformed
 
         yield from self._read_value(note, in_string=True)
         try:

@@ -1,23 +1,21 @@
 """What a request's tools mean for its prompt: shown by the model's template, or by our own text.
 
-Calls are ``<tool_call>`` blocks as Hermes and Qwen write them. A template that reads ``tools`` and
-writes these blocks is used as it is. Any other (it knows no tools, or writes calls in another way)
+A template that reads ``tools`` and writes calls in a form that is known is used as it is. Any other
+(it knows no tools, or writes calls in another way), and one that refuses the calls of the past,
 gets the tools as system text in Qwen's words, and past calls and results as text of the same form.
 Where it takes no system message, the text stands before the first message of the user.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pageserve.api.chat import content_text, parse_arguments
-from pageserve.api.template import names_in
+from pageserve.api.tool_formats import HERMES, ToolFormat, tool_format
 from pageserve.api.tool_protocol import Tool
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# Special tokens that open calls in the forms of Llama and Mistral, which nobody asks for here.
-FOREIGN = ("<|python_tag|>", "[TOOL_CALLS]")
 
 _INSTRUCTIONS = """# Tools
 
@@ -35,44 +33,86 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-@lru_cache(maxsize=4)
-def template_has_tools(source: str) -> bool:
-    """Whether a chat template shows tools and writes their calls as ``<tool_call>`` JSON."""
-    return (
-        "tools" in names_in(source)
-        and OPEN in source
-        and "<function=" not in source  # Qwen3-Coder: XML inside of the same tags
-    )
+Messages = Sequence[Mapping[str, Any]]
 
 
-Shown = tuple[Sequence[Mapping[str, Any]], Sequence[Tool] | None]
+@dataclass(frozen=True)
+class Shown:
+    """What a chat template is given, and the form of calls that the prompt asks for then."""
+
+    messages: Messages
+    tools: Sequence[Tool] | None
+    tool_format: ToolFormat = HERMES
 
 
 def prepare_messages(
-    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None
-) -> list[Shown]:
-    """Return the messages and tools to give to a chat template, and others to try if it refuses
-    them."""
-    if template_has_tools(template):
-        return [(messages, tools)]
+    template: str, messages: Messages, tools: Sequence[Tool] | None
+) -> Iterator[Shown]:
+    """Yield what to give to a chat template, and then what else to try while it refuses that."""
+    form = tool_format(template)
+    if form is not None:
+        native = _shorten_ids(messages) if form.short_ids else messages
+        yield Shown(native, tools, form)
+        if form.one_at_once and any(len(m.get("tool_calls") or ()) > 1 for m in messages):
+            yield Shown(_one_by_one(native), tools, form)
+        if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            return
     messages = _rewrite(messages)
     if not tools:
-        return [(messages, None)]
+        yield Shown(messages, None)
+        return
     text = _INSTRUCTIONS % "\n".join(json.dumps(t, ensure_ascii=False) for t in tools)
     first, *rest = messages
     content = first["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if first["role"] in ("system", "developer"):
         extended = {**first, "content": [*parts, {"type": "text", "text": "\n" + text}]}
-        return [([extended, *rest], None)]
-    shown: list[Shown] = [([{"role": "system", "content": text}, *messages], None)]
+        yield Shown([extended, *rest], None)
+        return
+    yield Shown([{"role": "system", "content": text}, *messages], None)
     if first["role"] == "user":
         extended = {**first, "content": [{"type": "text", "text": text + "\n"}, *parts]}
-        shown.append(([extended, *rest], None))
-    return shown
+        yield Shown([extended, *rest], None)
 
 
-def _rewrite(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _shorten_ids(messages: Messages) -> Messages:
+    """Give calls ids of nine letters and digits, the same for the same call in every request."""
+
+    def short(call_id: str) -> str:
+        if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+    result: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [{**call, "id": short(call["id"])} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        if message.get("tool_call_id"):
+            message = {**message, "tool_call_id": short(message["tool_call_id"])}
+        result.append(message)
+    return result
+
+
+def _one_by_one(messages: Messages) -> Messages:
+    """Let the calls of one message follow each other, each with its results behind it."""
+    groups: list[list[Mapping[str, Any]]] = []
+    group_of_call: dict[str, list[Mapping[str, Any]]] = {}
+    for message in messages:
+        if message["role"] == "tool" and message["tool_call_id"] in group_of_call:
+            group_of_call[message["tool_call_id"]].append(message)
+            continue
+        said = message
+        for call in message.get("tool_calls") or ():
+            groups.append([{**said, "tool_calls": [call]}])
+            group_of_call[call["id"]] = groups[-1]
+            said = {**message, "content": ""}
+        if not message.get("tool_calls"):
+            groups.append([message])
+    return [message for group in groups for message in group]
+
+
+def _rewrite(messages: Messages) -> list[Mapping[str, Any]]:
     """Turn calls into text of the assistant, and results that follow each other into one message
     of the user."""
     result: list[Mapping[str, Any]] = []
@@ -100,4 +140,4 @@ def _call_text(call: Mapping[str, Any]) -> str:
     function = call["function"]
     arguments = parse_arguments(function["arguments"])
     call = {"name": function["name"], "arguments": arguments}
-    return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"
+    return f"{HERMES.open}\n{json.dumps(call, ensure_ascii=False)}\n{HERMES.close}"

@@ -21,6 +21,7 @@ from test_api_tools import (
 
 from pageserve.api import json_schema
 from pageserve.api.errors import APIError
+from pageserve.api.tool_formats import HERMES
 from pageserve.api.tool_grammar import tool_grammar
 from pageserve.api.tool_protocol import ToolChoice
 from pageserve.grammar import GrammarError, compile_grammar, llguidance_tokenizer
@@ -52,7 +53,8 @@ def ask(make_api):
 
 def grammar_of(*functions):
     given = [{"type": "function", "function": function} for function in functions]
-    return tool_grammar(QWEN_TOKENIZER, given, ToolChoice("auto"), parallel=True, free=True)
+    choice = ToolChoice("auto")
+    return tool_grammar(QWEN_TOKENIZER, HERMES, given, choice, parallel=True, free=True)
 
 
 def allows(request, text, tokenizer=QWEN_TOKENIZER):

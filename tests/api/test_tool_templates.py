@@ -1,5 +1,5 @@
-"""Templates of models whose calls have another form, with what matters of the real ones: the server
-describes the tools in its own words, and reads and forces calls of its own form only."""
+"""Templates that know no tools, or whose calls have a form that is not known, with what matters of
+the real ones: the server describes the tools in its own words, and reads and forces such calls."""
 
 import json
 
@@ -9,61 +9,19 @@ from fakes import byte_tokenizer, scripted
 from test_api_tools import CLOSE, HISTORY, OPEN, PING, TOOLS, both, call_text, called, prompt_of
 from test_tool_grammar import allows
 
-LLAMA_3 = """\
-{{- '<|begin_of_text|>' }}
-{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+# Of later versions, whose calls are no list.
+MISTRAL_11 = """\
 {%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
+    {{- '[SYSTEM_PROMPT]' + messages[0]['content'] + '[/SYSTEM_PROMPT]' }}
     {%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = '' %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-{%- if tools is not none %}{{- 'Environment: ipython\\n' }}{%- endif %}
-{{- system_message + '<|eot_id|>' }}
-{%- if tools is not none %}
-    {{- 'Respond in the format {"name": function name, "parameters": dictionary}.\\n\\n' }}
-    {%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}
 {%- endif %}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- if not message.tool_calls | length == 1 %}
-            {{- raise_exception('This model only supports single tool-calls at once!') }}
-        {%- endif %}
-        {{- '<|python_tag|>' + message.tool_calls[0].function.name }}
-    {%- else %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-MISTRAL = """\
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
-{{- '<s>' }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('conversation roles must alternate user/assistant/...') }}
-    {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {%- if tools is not none %}
-            {{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
-        {%- endif %}
-        {%- if loop.last and system_message is defined %}
-            {{- '[INST] ' + system_message + '\\n\\n' + message['content'] + '[/INST]' }}
-        {%- else %}{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}
-    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-        {{- '[TOOL_CALLS] [' }}
-        {%- if not message.tool_calls[0].id is defined or message.tool_calls[0].id | length != 9 %}
-            {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
-        {%- endif %}
-    {%- else %}{{- ' ' + message['content'] + '</s>' }}{%- endif %}
+    {%- if message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments }}
+        {%- endfor %}
+    {%- else %}{{- '[INST]' + message['content'] + '[/INST]' }}{%- endif %}
 {%- endfor %}
 """
 MISTRAL_01 = """\
@@ -97,9 +55,9 @@ QWEN3_CODER = """\
 """
 MODELS = {
     "llama 3": byte_tokenizer(
-        LLAMA_3, added=("<|python_tag|>", "<|eom_id|>"), special=("<|python_tag|>", "<|eom_id|>")
+        added=("<|python_tag|>", "<|eom_id|>"), special=("<|python_tag|>", "<|eom_id|>")
     ),
-    "mistral": byte_tokenizer(MISTRAL, added=("[TOOL_CALLS]",), special=("[TOOL_CALLS]",)),
+    "mistral 11": byte_tokenizer(MISTRAL_11, added=("[TOOL_CALLS]",), special=("[TOOL_CALLS]",)),
     "mistral 0.1": byte_tokenizer(MISTRAL_01),
     "qwen3-coder": byte_tokenizer(QWEN3_CODER, added=(OPEN, CLOSE)),
 }
