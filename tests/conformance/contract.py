@@ -12,6 +12,7 @@ CHOICES = "api/test_api_choices.py::"
 LIFECYCLE = "api/test_api_lifecycle.py::"
 TOOLS = "api/test_api_tools.py::"
 TOOL_GRAMMAR = "api/test_tool_grammar.py::"
+TOOL_FORMATS = "api/test_tool_formats.py::"
 PARSER = "api/test_tool_parser.py::"
 STRUCTURED = "api/test_structured_output.py::"
 CONTROL = "api/test_api_control.py::"
@@ -318,13 +319,22 @@ ITEMS: dict[int, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     43: (
-        "Hermes: one, two, text + call, nested, braces, quotes and tags in strings, arguments "
+        "Hermes and other forms: one, two, text + call, nested, braces, quotes, tags, arguments "
         "before name, unicode, empty, none, truncated by length",
-        (PARSER + "test_what_a_text_holds", PARSER + "test_a_call_that_the_limit_cuts"),
+        (
+            PARSER + "test_what_a_text_holds",
+            PARSER + "test_a_call_that_the_limit_cuts",
+            PARSER + "test_what_a_text_of_another_form_holds",
+            TOOL_FORMATS + "test_answers_streamed_and_not",
+        ),
     ),
     44: (
         "every token split of a fixed output gives the same final calls",
-        (PARSER + "test_all_splits_say_the_same", TOOLS + "test_split_anywhere"),
+        (
+            PARSER + "test_all_splits_say_the_same",
+            PARSER + "test_random_calls_in_random_pieces",
+            TOOLS + "test_split_anywhere",
+        ),
     ),
     45: (
         "none bans the tag; required always calls; named finish stop; parallel false stops after "
@@ -335,6 +345,9 @@ ITEMS: dict[int, tuple[str, tuple[str, ...]]] = {
             TOOL_GRAMMAR + "test_named_finishes_with_stop",
             TOOLS + "test_one_call_at_a_time",
             TOOL_GRAMMAR + "test_allowed_tools_restrict_the_names",
+            TOOL_FORMATS + "test_none_bans_the_opening",
+            TOOL_FORMATS + "test_required_calls_from_the_start",
+            TOOL_FORMATS + "test_one_call_at_a_time",
         ),
     ),
     46: (
@@ -348,6 +361,8 @@ ITEMS: dict[int, tuple[str, tuple[str, ...]]] = {
         "tool result round trip renders the expected prompt",
         (
             TOOLS + "test_history_in_the_models_own_template",
+            TOOL_FORMATS + "test_calls_of_one_message_follow_each_other_in_llamas_prompt",
+            TOOL_FORMATS + "test_mistrals_prompt_has_ids_of_nine_characters",
             REQUESTS + "test_chat_prompt_is_the_rendered_template",
         ),
     ),
