@@ -88,7 +88,7 @@ def _shorten_ids(messages: Messages) -> Messages:
         if message.get("tool_calls"):
             calls = [{**call, "id": short(call["id"])} for call in message["tool_calls"]]
             message = {**message, "tool_calls": calls}
-        if message.get("tool_call_id"):
+        if message["role"] == "tool":  # elsewhere the id is an unknown member, and unchecked
             message = {**message, "tool_call_id": short(message["tool_call_id"])}
         result.append(message)
     return result

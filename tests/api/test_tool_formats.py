@@ -237,6 +237,18 @@ def test_mistrals_prompt_has_ids_of_nine_characters(make_api):
     assert prompt_of(api, messages=own).count("A1b2C3d4E") == 2
 
 
+def test_ids_of_any_kind(make_api):
+    """Some servers give their calls none; only a result's id has a meaning, and a type."""
+    api = make_api(tokenizer=MISTRAL_TOKENIZER)
+    empty = json.loads(json.dumps(HISTORY).replace('"a"', '""'))
+    call_id, other = re.findall('"id": "([a-z0-9]{9})"', prompt_of(api, messages=empty))
+    assert call_id != other
+    assert f'4, "call_id": "{call_id}"' in prompt_of(api, messages=empty)
+    for value in (5, "a"):
+        prompt = prompt_of(api, messages=[{**HI[0], "tool_call_id": value}])
+        assert prompt == "<s>[INST]hi[/INST]"
+
+
 def test_ids_that_are_no_text_to_escape(make_api):
     """Special tokens that a client spells in an id are marked before it is shortened."""
     api = make_api(tokenizer=MISTRAL_TOKENIZER, server={"escape_special_in_content": True})
