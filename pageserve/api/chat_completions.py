@@ -75,7 +75,7 @@ def render(context: ServingContext, request: ChatCompletionRequest | TemplateReq
         kwargs = mark_plain(tokenizer, kwargs)
     template = request.chat_template
     if template is None:
-        template = tokenizer.get_chat_template(tools=True)
+        template = tokenizer.get_chat_template(tools=bool(tools))
     failures = []
     for shown in prepare_messages(template or "", messages, tools):
         try:

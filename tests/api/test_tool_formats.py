@@ -299,6 +299,18 @@ def test_a_template_of_the_request_tells_the_form(make_api):
     assert both(api, **fields)[0]["tool_calls"] == [called()]
 
 
+def test_a_template_for_tools_beside_one_for_none(make_api):
+    """Without tools it is the other that renders, to which past calls are unknown."""
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.chat_templates["tool_use"] = LLAMA_TEMPLATE
+    api = make_api(tokenizer=tokenizer, script=written(LLAMA_3, OSLO))
+    prompt = prompt_of(api, messages=HISTORY)
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>' in prompt
+    assert "<|im_start|>user\n<tool_response>\n4\n</tool_response>" in prompt
+    assert prompt_of(api, messages=HISTORY, tools=TOOLS).endswith(LLAMA_HISTORY)
+    assert both(api, tools=TOOLS)[0]["tool_calls"] == [called()]
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 ANSWERS = [
