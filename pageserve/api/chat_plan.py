@@ -104,6 +104,7 @@ def plan_chat(
             choice,
             parallel=request.parallel_tool_calls,
             free=free,
+            may_think=block == "before",
         )
     names = choice.names or {tool["function"]["name"] for tool in request.tools or []}
     return ChatPlan(

@@ -44,9 +44,11 @@ def tool_grammar(
     *,
     parallel: bool,
     free: bool,
+    may_think: bool = False,
 ) -> ToolGrammar:
     """Return the grammar of an output that calls tools: whenever it likes among ``free`` text, or
-    from the start.
+    from the start. ``may_think`` says that :func:`behind_reasoning` is to put a block before it
+    that the model may leave out.
 
     Raises :class:`APIError` if a strict tool has a schema that cannot be enforced.
     """
@@ -71,7 +73,9 @@ def tool_grammar(
         start = ["start: calls | block" if is_token else "start: calls"]
         if free:
             start[0] += " | ANSWER | ANSWER block" if is_token else " | ANSWER"
-            start.append(f"ANSWER: /(?s:.*)/ & ~/{_named(form.bare, *names)}(?s:.*)/")
+            # A block is no answer: what stands behind it would be held to nothing.
+            others = [_named(form.bare, *names), *([rf"\s*{reasoning.OPEN}"] if may_think else [])]
+            start.append(f"ANSWER: /(?s:.*)/ & ~/({'|'.join(others)})(?s:.*)/")
     elif not free:
         start = [f"start: {several('block') if form.close else 'block'}"]
     elif token_id is not None:

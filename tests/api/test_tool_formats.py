@@ -596,6 +596,19 @@ def test_llamas_calls_behind_reasoning(make_api):
     assert not allows(request, text.replace("city", "town"), tokenizer)
 
 
+def test_llamas_calls_behind_reasoning_that_may_be_left_out(make_api):
+    """A block cannot pass for the beginning of an answer, with anything behind it."""
+    tokenizer = byte_tokenizer(LLAMA_TEMPLATE + "{# <think> #}", added=(TAG,), special=(TAG,))
+    api = make_api(tokenizer=tokenizer)
+    api.chat(tools=TOOLS)
+    request = api.engine.requests[-1]
+    for text in ("Hi", "Hi <think>", CALL, *(f"<think>so</think>\n\n{x}" for x in ("Hi", CALL))):
+        assert allows(request, text, tokenizer), text
+    bad = written(LLAMA_3, WRONG[0])
+    for text in (bad, "<think>so</think>" + bad, "\n <think>so</think>\n" + bad):
+        assert not allows(request, text, tokenizer), text
+
+
 FREE = tool_grammar(
     LLAMA_TOKENIZER, LLAMA_3, TOOLS, ToolChoice("auto"), parallel=True, free=True
 ).source
