@@ -63,7 +63,7 @@ def prepare_messages(
         return
     text = _INSTRUCTIONS % "\n".join(json.dumps(t, ensure_ascii=False) for t in tools)
     first, *rest = messages
-    content = first["content"]
+    content = first.get("content", "")  # a refusal may come without
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if first["role"] in ("system", "developer"):
         extended = {**first, "content": [*parts, {"type": "text", "text": "\n" + text}]}

@@ -126,3 +126,14 @@ def test_a_template_that_takes_no_system_message(make_api):
         error = error_of(api.chat(messages=system, **fields))
         assert (error["code"], error["param"]) == ("invalid_messages", "messages")
         assert "roles must alternate" in error["message"]
+
+
+def test_a_conversation_that_begins_with_a_refusal(make_api):
+    """It may come without content."""
+    refusal = {"role": "assistant", "content": None, "refusal": "No."}
+    prompt = prompt_of(make_api(), messages=[refusal, *HI], tools=[PING])
+    assert prompt.startswith("<|im_start|>system\n# Tools\n")
+    error = error_of(
+        make_api(tokenizer=MODELS["mistral 0.1"]).chat(messages=[refusal, *HI], tools=[PING])
+    )
+    assert (error["code"], error["param"]) == ("invalid_messages", "messages")
