@@ -13,11 +13,11 @@ Six launches, each over all rows; a row leaves a stage at once if it has no use 
 5. pick         the survivors among the gathered tokens, by comparing all pairs if there are few
                 and by bisection for the threshold if not; the best perturbed token of all
 
-The draw is Gumbel-max: argmax of logit / temperature - log(-log(u)), u = ((w >> 8) + 0.5) / 2**24,
-w the first word of Philox4x32-10 with the row's seed as key and (token id, position, 0, 0) as
-counter. Ties go to the lowest id everywhere. Probability mass is summed in fixed point, so no order
-of summation can change a result. A bracket is a range of depths: steps of 2**-16 below the row's
-maximum, whole numbers, so that every stage places a token alike.
+The draw is Gumbel-max with noise that is drawn for groups of 64 tokens first, as
+``worker/sampler.py`` defines it: a group is drawn token by token only if its highest logit with the
+noise of its luckiest token could win. Ties go to the lowest id everywhere. Probability mass is
+summed in fixed point, so no order of summation can change a result. A bracket is a range of depths:
+steps of 2**-16 below the row's maximum, whole numbers, so that every stage places a token alike.
 """
 
 from typing import Any, NamedTuple
@@ -28,10 +28,11 @@ import triton.language as tl
 
 from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
-GROUP = tl.constexpr(64)  # tokens whose maximum is kept for the bounds
+GROUP = tl.constexpr(64)  # tokens that are drawn together, whose maximum is kept for the bounds
 GREEDY_EPS = tl.constexpr(1e-5)
-# No token this far below a row's maximum can win a draw: the noise spans [-2.86, 17.33].
-NOISE_SPAN = tl.constexpr(20.25)
+# No token this far below a row's maximum can win a draw: the noise spans [-2.87, 21.49].
+NOISE_SPAN = tl.constexpr(24.5)
+BOUND_MARGIN = tl.constexpr(1e-4)  # by which rounding may lift a token above its group's bound
 FIXED_POINT = tl.constexpr(float(2**40))
 PAIRWISE = tl.constexpr(512)  # gathered tokens that are ranked by comparing all pairs
 MARKS = tl.constexpr(8)  # within a bracket, where mass is measured
@@ -53,16 +54,36 @@ def _ordered(x):
 
 
 @triton.jit
-def _gumbel(seed, ids, position):
-    """Return the noise of ``ids`` (int32), accurate where it matters: for u near 1."""
-    word, _, _, _ = tl.philox(seed, ids, position, 0, 0)
+def _exponential(word):
+    """Return a word's exponential variable, accurate where it matters: for u near 1."""
     n = (word >> 8).to(tl.int32)
     # 1 - u, exact in the upper half, where u itself has no room for the last bit.
     v = ((0xFFFFFF - n).to(tl.float32) + 0.5) * (2.0**-24)
     u = tl.where(n >= 0x800000, 1 - v, (n.to(tl.float32) + 0.5) * (2.0**-24))
     series = v * (1 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
-    exponential = tl.where(v < 2.0**-6, series, -tl.log(u))
-    return -tl.log(exponential)
+    return tl.where(v < 2.0**-6, series, -tl.log(u))
+
+
+@triton.jit
+def _group_draws(seed, groups, position):
+    """Return the least exponential variable of ``groups`` (int32), and which token has it."""
+    first, second, _, _ = tl.philox(seed, groups, position, 1, 0)
+    return _exponential(first) / GROUP, (second & (GROUP - 1)).to(tl.int32)
+
+
+@triton.jit
+def _gumbel(seed, ids, position, least, firsts):
+    """Return the noise of ``ids`` (int32), given what was drawn for their groups."""
+    word, _, _, _ = tl.philox(seed, ids, position, 0, 0)
+    more = tl.where(ids % GROUP == firsts, 0.0, _exponential(word))
+    return -tl.log(least + more)
+
+
+@triton.jit
+def _gumbel_of_any(seed, ids, position):
+    """Return the noise of ``ids`` (int32) of any groups."""
+    least, firsts = _group_draws(seed, ids // GROUP, position)
+    return _gumbel(seed, ids, position, least, firsts)
 
 
 @triton.jit
@@ -380,9 +401,11 @@ def _draw_kernel(
     PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    GROUPS: tl.constexpr = CHUNK // GROUP
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    groups = tl.arange(0, GROUPS)
     pdl_wait(PDL)
     row_max = tl.load(row_max_ptr + row)
     if row_max == row_max:
@@ -407,12 +430,31 @@ def _draw_kernel(
         x = tl.div_rn(x, tl.zeros([CHUNK], tl.float32) + tl.load(temperature_ptr + row))
         depth = _depth(x, row_max)
         usable = (x > float("-inf")) & (tl.exp(x - row_max) >= tl.load(min_p_ptr + row))
-        best = float("-inf")
+        best = tl.full([], float("-inf"), tl.float32)
         best_id = V
         candidate = usable & (depth < first) & (x >= row_max - NOISE_SPAN)
         if tl.sum(candidate.to(tl.int32), 0) > 0:
-            noise = _gumbel(tl.load(seeds_ptr + row), ids, tl.load(positions_ptr + row))
-            best, best_id = _best(tl.where(candidate, x + noise, float("-inf")), ids, V)
+            held = tl.reshape(tl.where(candidate, x, float("-inf")), (GROUPS, GROUP))
+            seed = tl.load(seeds_ptr + row)
+            position = tl.load(positions_ptr + row)
+            least, firsts = _group_draws(seed, chunk * GROUPS + groups, position)
+            bounds = tl.max(held, 1) - tl.log(least)
+            bound = tl.max(bounds, 0)
+            # Group by group, the most promising first, until none can do better.
+            while (bound > float("-inf")) & (bound >= best - BOUND_MARGIN):
+                here = groups == tl.argmax(bounds, 0)
+                values = tl.max(tl.where(here[:, None], held, float("-inf")), 0)
+                group = tl.sum(tl.where(here, chunk * GROUPS + groups, 0), 0)
+                group_ids = group * GROUP + tl.arange(0, GROUP)
+                group_least = tl.sum(tl.where(here, least, 0.0), 0)
+                group_first = tl.sum(tl.where(here, firsts, 0), 0)
+                noise = _gumbel(seed, group_ids, position, group_least, group_first)
+                value, value_id = _best(values + noise, group_ids, V)
+                better = (value > best) | ((value == best) & (value_id < best_id))
+                best_id = tl.where(better, value_id, best_id)
+                best = tl.where(better, value, best)
+                bounds = tl.where(here, float("-inf"), bounds)
+                bound = tl.max(bounds, 0)
         tl.store(best_value_ptr + row * S + chunk, best)
         tl.store(best_id_ptr + row * S + chunk, best_id)
         keep = usable & (depth >= first) & (depth < end)
@@ -500,7 +542,7 @@ def _pick_of_few(
     if top_p < 1:
         target = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
         kept = kept & (mass_before < tl.maximum(target, 1))
-    return _best(tl.where(kept, x + _gumbel(seed, ids, position), float("-inf")), ids, V)
+    return _best(tl.where(kept, x + _gumbel_of_any(seed, ids, position), float("-inf")), ids, V)
 
 
 @triton.jit
@@ -532,7 +574,7 @@ def _pick_of_many(
         x, ids, _, exists = _ranked(values_ptr, ids_ptr, begin + offsets, count)
         keys = _ordered(x).to(tl.int64)
         kept = exists & ((keys > key) | ((keys == key) & (ids <= last_id)))
-        perturbed = tl.where(kept, x + _gumbel(seed, ids, position), float("-inf"))
+        perturbed = tl.where(kept, x + _gumbel_of_any(seed, ids, position), float("-inf"))
         value, value_id = _best(perturbed, ids, V)
         better = (value > best_value) | ((value == best_value) & (value_id < best_id))
         best_id = tl.where(better, value_id, best_id)

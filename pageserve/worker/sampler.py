@@ -4,16 +4,22 @@
         └ log probabilities are of these
 
 A draw depends on the request's seed, the token's place in the output and the logits, never on the
-batch: Gumbel-max with noise ``-log(-log(u))``, ``u = ((w >> 8) + 0.5) / 2**24``, ``w`` the first
-word of Philox4x32-10 with key ``seed`` and counter ``(token id, output position, 0, 0)``. Ties go
-to the lowest id everywhere. On CUDA the filters and the draw are Triton kernels and nothing waits
-for the device; elsewhere they run here, on the host.
+batch: Gumbel-max with noise ``-log(e)`` for an exponential variable ``e`` of every token. They are
+drawn top-down (Maddison et al., A* Sampling, 2014): of each group of 64 ids first the least ``e``
+and who has it, then what the others have more, which is exponential again. So a group's best is
+bounded by one number, and of a vocabulary only a few groups are drawn token by token. With ``w``
+the words of Philox4x32-10, key ``seed``, and ``E(w) = -log(((w >> 8) + 0.5) / 2**24)``:
+
+    group g, counter (g, output position, 1, 0):    least e = E(w[0]) / 64, of token w[1] % 64
+    another token, counter (id, position, 0, 0):    e = least e + E(w[0])
+
+Ties go to the lowest id everywhere. On CUDA the filters and the draw are Triton kernels and nothing
+waits for the device; elsewhere they run here, on the host.
 
 No full sort: min-p, top-k and top-p each keep a prefix of the ranking, a cutoff below which no
 survivor can lie comes from the maxima of groups of tokens, and only what lies above it is ranked.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -30,10 +36,10 @@ from pageserve.worker.sampling_metadata import (
     TokenMasks,
 )
 
-NOISE_MAX = -math.log(-math.log1p(-(2.0**-25)))  # 17.328…
 GROUP_SIZE = 64  # tokens whose maximum stands for them
 DENSE_SHARE = 8  # look at all tokens if more than one group in so many is wanted
-NOISE_CHUNK = 32768  # draws at a time, to stay in cache
+NOISE_CHUNK = 32768  # counters at a time, to stay in cache
+MARGIN = 1e-9  # by which rounding may lift a token above the bound of its group
 NO_TOKEN = -1
 
 
@@ -194,9 +200,9 @@ def _choose(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
     if (rows := draws.greedy_rows) is not None:
         token_ids[rows] = _choose_best(logits[rows])
     if (rows := draws.free_rows) is not None:
-        token_ids[rows] = _draw(logits, rows, draws, _free_candidates)
+        token_ids[rows] = _draw(logits, rows, draws, _pick_of_all)
     if (rows := draws.filtered_rows) is not None:
-        token_ids[rows] = _draw(logits, rows, draws, _filtered_candidates)
+        token_ids[rows] = _draw(logits, rows, draws, _pick_of_filtered)
     return token_ids
 
 
@@ -209,9 +215,9 @@ def _draw(
     logits: torch.Tensor,
     rows: torch.Tensor,
     draws: Draws,
-    candidates: Callable[["Scores", Draws], "Candidates"],
+    pick: Callable[["Scores", Draws], torch.Tensor],
 ) -> torch.Tensor:
-    """Draw for ``rows`` of the batch, among the ``candidates``."""
+    """Draw for ``rows`` of the batch; ``pick`` does it for those that are usable."""
     if len(rows) < len(logits):
         logits = logits[rows]
     maxima = _group_maxima(logits)
@@ -221,30 +227,66 @@ def _draw(
     draws = draws.select(rows)
     token_ids = torch.full((len(usable),), NO_TOKEN)
     if len(rows):
-        scores = Scores(logits, maxima, draws.temperature)
-        token_ids[usable] = _pick(candidates(scores, draws), draws)[0]
+        token_ids[usable] = pick(Scores(logits, maxima, draws.temperature), draws)
     return token_ids
 
 
-def _pick(candidates: "Candidates", draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """Perturb the candidates; return every row's winner and the value it reaches, float64."""
+def _pick_of_all(scores: "Scores", draws: Draws) -> torch.Tensor:
+    """Draw among all tokens, of which those of most groups cannot win."""
+    n, num_groups = scores.maxima.shape
+    vocab = scores.logits.shape[1]
+    groups = torch.arange(num_groups).repeat(n)
+    seeds = draws.seeds.repeat_interleave(num_groups)
+    positions = draws.output_positions.repeat_interleave(num_groups)
+    least, firsts = (x.view(n, num_groups) for x in group_draws(seeds, groups, positions))
+    noise = least.log().neg_()
+    bounds = noise + scores.maxima / scores.temperature[:, None]
+    first_ids = torch.arange(0, num_groups * GROUP_SIZE, GROUP_SIZE) + firsts
+    of_first = scores.logits.gather(1, first_ids.clamp_max(vocab - 1))
+    of_first.masked_fill_(first_ids >= vocab, -torch.inf)  # the last group may be short
+    reached = (noise + of_first / scores.temperature[:, None]).amax(-1, keepdim=True)
+    contend = (bounds >= reached - MARGIN) & (bounds > -torch.inf)
+    rows, contenders = contend.nonzero(as_tuple=True)
+    token_ids = (contenders[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE)).flatten()
+    rows, least, firsts = (
+        x.repeat_interleave(GROUP_SIZE) for x in (rows, least[contend], firsts[contend])
+    )
+    values = scores.logits[rows, token_ids.clamp_max(vocab - 1)] / scores.temperature[rows]
+    values.masked_fill_(token_ids >= vocab, -torch.inf)
+    return _pick(Candidates(rows, token_ids, values), draws, least, firsts)
+
+
+def _pick_of_filtered(scores: "Scores", draws: Draws) -> torch.Tensor:
+    """Draw among the tokens that survive the filters."""
+    candidates = filter_tokens(scores, draws.top_k, draws.top_p, draws.min_p, draws.max_top_k)
+    rows, groups = candidates.rows, candidates.token_ids // GROUP_SIZE
+    drawn = group_draws(draws.seeds[rows], groups, draws.output_positions[rows])
+    return _pick(candidates, draws, *drawn)
+
+
+def _pick(
+    candidates: "Candidates",  # at least one of every row
+    draws: Draws,
+    least: torch.Tensor,  # [m], of the candidates' groups, see group_draws
+    firsts: torch.Tensor,  # [m]
+) -> torch.Tensor:
+    """Perturb the candidates and return every row's winner."""
     rows, token_ids, values = candidates
-    noise = gumbel_noise(draws.seeds[rows], token_ids, draws.output_positions[rows])
-    perturbed = noise.add_(values)
-    best = torch.full((len(draws.seeds),), -torch.inf, dtype=torch.float64)
+    bounds = values - least.log()
+    reached = torch.full((len(draws.seeds),), -torch.inf, dtype=torch.float64)
+    of_first = torch.where(token_ids % GROUP_SIZE == firsts, bounds, -torch.inf)
+    reached.scatter_reduce_(0, rows, of_first, "amax")
+    contends = (bounds >= reached[rows] - MARGIN).nonzero()[:, 0]
+    rows, token_ids, values, least, firsts = (
+        x.index_select(0, contends) for x in (rows, token_ids, values, least, firsts)
+    )
+    seeds, positions = draws.seeds[rows], draws.output_positions[rows]
+    perturbed = values + gumbel_noise(seeds, token_ids, positions, least, firsts)
+    best = torch.full_like(reached, -torch.inf)
     best.scatter_reduce_(0, rows, perturbed, "amax")
     ties = perturbed == best[rows]
-    winners = torch.full((len(draws.seeds),), torch.iinfo(torch.int64).max)
-    return winners.scatter_reduce_(0, rows[ties], token_ids[ties], "amin"), best
-
-
-def _free_candidates(scores: "Scores", draws: Draws) -> "Candidates":
-    """All tokens that can win."""
-    # The likeliest tokens come first: what they reach, with the largest noise there is, sets the
-    # bar for all others (the margin covers rounding).
-    _, reached = _pick(scores.reaching(scores.best - 3), draws)
-    bar = reached - NOISE_MAX - 1e-3 - 1e-6 * reached.abs()
-    return scores.reaching(torch.minimum(scores.best, bar.float()))
+    winners = torch.full((len(best),), torch.iinfo(torch.int64).max)
+    return winners.scatter_reduce_(0, rows[ties], token_ids[ties], "amin")
 
 
 # --- filters --------------------------------------------------------------------------------------
@@ -312,10 +354,6 @@ def _rank(candidates: Candidates, num_rows: int) -> tuple[Candidates, torch.Tens
     rows = rows[order]
     places = torch.arange(len(rows)) - starts[rows]
     return Candidates(rows, token_ids[order], values[order]), places, starts
-
-
-def _filtered_candidates(scores: Scores, draws: Draws) -> Candidates:
-    return filter_tokens(scores, draws.top_k, draws.top_p, draws.min_p, draws.max_top_k)
 
 
 def filter_tokens(
@@ -398,18 +436,45 @@ def _top_p_cutoff(scores: Scores, target: torch.Tensor, total: torch.Tensor) -> 
 
 
 def gumbel_noise(
-    seeds: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
+    seeds: torch.Tensor,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    least: torch.Tensor,
+    firsts: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the draw's noise, float64 [m], for int64 ``seeds``, ``token_ids`` and
-    ``positions`` [m]."""
-    noise = torch.empty(len(token_ids), dtype=torch.float64)
-    for first in range(0, len(token_ids), NOISE_CHUNK):
-        part = slice(first, first + NOISE_CHUNK)
-        zero = torch.zeros_like(token_ids[part])
-        counter = (token_ids[part], positions[part].long(), zero, zero)
-        word = philox4x32(counter, (seeds[part] & _MASK, (seeds[part] >> 32) & _MASK))
-        noise[part] = (word >> 8).double().add_(0.5).mul_(2.0**-24)
-    return noise.log_().neg_().log_().neg_()
+    """Return the draw's noise, float64 [m], for int64 ``seeds``, ``token_ids`` and ``positions``
+    [m], and what :func:`group_draws` says of the tokens' groups."""
+    words, _ = _words(seeds, token_ids, positions, 0)
+    more = _exponential(words).masked_fill_(token_ids % GROUP_SIZE == firsts, 0)
+    return more.add_(least).log_().neg_()
+
+
+def group_draws(
+    seeds: torch.Tensor, groups: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least exponential variable, float64 [m], of each of ``groups`` [m], and the place
+    within the group of the token that has it, int64 [m]."""
+    first, second = _words(seeds, groups, positions, 1)
+    return _exponential(first).div_(GROUP_SIZE), second % GROUP_SIZE
+
+
+def _words(
+    seeds: torch.Tensor, numbers: torch.Tensor, positions: torch.Tensor, kind: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first two words [m] of the counters (number, position, kind, 0)."""
+    words = torch.empty(2, len(numbers), dtype=torch.int64)
+    for start in range(0, len(numbers), NOISE_CHUNK):
+        part = slice(start, start + NOISE_CHUNK)
+        zero = torch.zeros_like(numbers[part])
+        counter = (numbers[part], positions[part].long(), zero + kind, zero)
+        key = (seeds[part] & _MASK, (seeds[part] >> 32) & _MASK)
+        words[0, part], words[1, part], _, _ = philox4x32(counter, key)
+    return words[0], words[1]
+
+
+def _exponential(words: torch.Tensor) -> torch.Tensor:
+    """Return the exponential variables, float64, of ``words``."""
+    return (words >> 8).double().add_(0.5).mul_(2.0**-24).log_().neg_()
 
 
 _MASK = 0xFFFFFFFF
@@ -420,8 +485,8 @@ _STEPS = torch.tensor([[0x9E3779B9], [0xBB67AE85]])
 def philox4x32(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """Return the first output word of Philox4x32-10; all words are int64 tensors below 2**32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output words of Philox4x32-10; all words are int64 tensors below 2**32."""
     # The two halves of a round are two rows: one operation serves both. They change places every
     # round, so the constants and keys exist in both orders.
     keys = torch.stack(key)
@@ -440,4 +505,5 @@ def philox4x32(
         even.bitwise_xor_(round_keys).bitwise_and_(_MASK)
         round_keys += 2 * (_STEPS if i % 2 else _STEPS.flip(0))
         odd, product = product, odd
-    return even[0]
+    odd.bitwise_and_(_MASK)
+    return even[0], odd[0], even[1], odd[1]

@@ -122,11 +122,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 # --- sampling -------------------------------------------------------------------------------------
 
 
-def philox(key: int, token_ids: torch.Tensor, position: int) -> torch.Tensor:
-    """First output word of Philox4x32-10 with counter (token_id, position, 0, 0)."""
+def philox(key: int, numbers: torch.Tensor, position: int, kind: int = 0) -> list[torch.Tensor]:
+    """Words of Philox4x32-10 with counters (number, position, kind, 0)."""
     mask = 0xFFFFFFFF
-    c0, c1 = token_ids.long() & mask, torch.full_like(token_ids, position, dtype=torch.long)
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    c0, c1 = numbers.long() & mask, torch.full_like(numbers, position, dtype=torch.long)
+    c2, c3 = torch.full_like(c0, kind), torch.zeros_like(c0)
     k0, k1 = key & mask, (key >> 32) & mask
 
     def product(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,13 +139,20 @@ def philox(key: int, token_ids: torch.Tensor, position: int) -> torch.Tensor:
         high1, low1 = product(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return c0
+    return [c0, c1, c2, c3]
+
+
+def exponential(words: torch.Tensor) -> torch.Tensor:
+    """Exponential variables of random words in float64."""
+    return -torch.log(((words >> 8).double() + 0.5) * 2.0**-24)
 
 
 def gumbel(key: int, token_ids: torch.Tensor, position: int) -> torch.Tensor:
-    """The draw's noise in float64."""
-    u = ((philox(key, token_ids, position) >> 8).double() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(u))
+    """The draw's noise in float64: of 64 tokens the first one, then what others have more."""
+    least, first, _, _ = philox(key, token_ids.long() // 64, position, kind=1)
+    more = exponential(philox(key, token_ids, position)[0])
+    more[token_ids % 64 == first % 64] = 0
+    return -torch.log(exponential(least) / 64 + more)
 
 
 def kept_tokens(
