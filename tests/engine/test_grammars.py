@@ -158,7 +158,7 @@ def test_calls_behind_a_trigger(tiny_checkpoint):
     tokenizer = load_tokenizer(path)
     trigger = tokenizer.encode("<", add_special_tokens=False)[0]
     params = SamplingParams(
-        temperature=1.5, seed=5, max_tokens=120, ignore_eos=True, logit_bias={trigger: 3.0}
+        temperature=1.5, seed=5, max_tokens=120, ignore_eos=True, logit_bias={trigger: 4.5}
     )
     prompt = tokenizer.encode("The cat", add_special_tokens=False)
     results = []
