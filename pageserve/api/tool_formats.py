@@ -33,7 +33,8 @@ class ToolFormat:
 
     A template writes the form if it has all ``marks`` and none of ``other_marks``, regular
     expressions too. ``short_ids`` says that it takes only ids of nine letters and digits,
-    ``one_at_once`` that it shows no more than one call of a message.
+    ``one_at_once`` that it shows no more than one call of a message, ``tools_at_user`` that it
+    shows the tools in the first message behind a system's, and that as the user's whoever's it is.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ToolFormat:
     end: str = ""
     short_ids: bool = False
     one_at_once: bool = False
+    tools_at_user: bool = False
 
 
 HERMES = ToolFormat(
@@ -81,6 +83,7 @@ LLAMA_3 = ToolFormat(
     tail=_spaced(r"S\}", "{0,16}"),
     separator=r"; ?|\n",
     one_at_once=True,
+    tools_at_user=True,
 )
 MISTRAL = ToolFormat(
     "mistral",

@@ -1,8 +1,9 @@
 """What a request's tools mean for its prompt: shown by the model's template, or by our own text.
 
 A template that reads ``tools`` and writes calls in a form that is known is used as it is. Any other
-(it knows no tools, or writes calls in another way), and one that refuses the calls of the past,
-gets the tools as system text in Qwen's words, and past calls and results as text of the same form.
+(it knows no tools, or writes calls in another way), and one that refuses the calls of the past or
+would show them as words of the user, gets the tools as system text in Qwen's words, and past calls
+and results as text of the same form.
 Where it takes no system message, the text stands before the first message of the user.
 """
 
@@ -50,7 +51,7 @@ def prepare_messages(
 ) -> Iterator[Shown]:
     """Yield what to give to a chat template, and then what else to try while it refuses that."""
     form = tool_format(template)
-    if form is not None:
+    if form is not None and not (form.tools_at_user and tools and _begins_otherwise(messages)):
         native = _shorten_ids(messages) if form.short_ids else messages
         yield Shown(native, tools, form)
         if form.one_at_once and any(len(m.get("tool_calls") or ()) > 1 for m in messages):
@@ -73,6 +74,12 @@ def prepare_messages(
     if first["role"] == "user":
         extended = {**first, "content": [{"type": "text", "text": text + "\n"}, *parts]}
         yield Shown([extended, *rest], None)
+
+
+def _begins_otherwise(messages: Messages) -> bool:
+    """Whether the first message behind a system's is not the user's."""
+    has_system = messages[0]["role"] in ("system", "developer")
+    return any(m["role"] != "user" for m in messages[has_system : has_system + 1])
 
 
 def _shorten_ids(messages: Messages) -> Messages:

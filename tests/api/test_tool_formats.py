@@ -285,6 +285,20 @@ def test_where_the_template_refuses_the_servers_words_take_over(make_api):
     assert request.sampling_params.logit_bias == {LLAMA_TOKENIZER.token_id(TAG): -100.0}
 
 
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_greeting_does_not_become_the_words_of_llamas_user(make_api, before):
+    """Its template shows the tools in the first message, as the user's whoever said it, and leaves
+    out the calls of that."""
+    api = make_api(tokenizer=LLAMA_TOKENIZER)
+    greeting = {"role": "assistant", "content": "How can I help?"}
+    past_call = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}'
+    for first, shown in ((greeting, "How can I help?<|eot_id|>"), (HISTORY[1], past_call)):
+        prompt = prompt_of(api, messages=[*before, first, *HI], tools=TOOLS)
+        assert "assistant<|end_header_id|>\n\n" + shown in prompt
+        assert "# Tools" in prompt and "dictionary}." not in prompt
+    assert "# Tools" not in prompt_of(api, messages=[*before, *HI, greeting, *HI], tools=TOOLS)
+
+
 def test_what_no_words_can_help_stays_an_error(make_api):
     api = make_api(tokenizer=MISTRAL_TOKENIZER)
     for fields in ({}, {"tools": TOOLS}):
