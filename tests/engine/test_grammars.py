@@ -156,9 +156,10 @@ def test_calls_behind_a_trigger(tiny_checkpoint):
     """A bias makes the model fond of the token that begins a call."""
     path = tiny_checkpoint("llama")
     tokenizer = load_tokenizer(path)
-    trigger = tokenizer.encode("<", add_special_tokens=False)[0]
+    trigger, end = (tokenizer.encode(x, False)[0] for x in ("<", "<|endoftext|>"))
+    bias = {trigger: 4.5, end: -100.0}  # whose text begins like a call
     params = SamplingParams(
-        temperature=1.5, seed=5, max_tokens=120, ignore_eos=True, logit_bias={trigger: 4.5}
+        temperature=1.5, seed=5, max_tokens=120, ignore_eos=True, logit_bias=bias
     )
     prompt = tokenizer.encode("The cat", add_special_tokens=False)
     results = []
