@@ -48,7 +48,7 @@ class Linear(Module):
             self.bias = nn.Parameter(torch.empty(out_features, **factory), requires_grad=False)
         self.weight_t: torch.Tensor
         self.packed: torch.Tensor | None = None  # for products of packed_rows and more
-        self.packed_rows = 1
+        self.packed_rows = 0
 
     def prepare(self) -> None:
         """Lay the loaded weight out for its device; call it once, before the first product."""
@@ -67,8 +67,8 @@ class Linear(Module):
         out_features, in_features = self.weight.shape
         if device != "cpu" or not torch.backends.mkldnn.is_available():
             return None
-        if _has_instructions(self.weight.dtype):
-            return Packing(1, keeps_plain=False)
+        if _computes_in_16_bits(self.weight.dtype):
+            return Packing(0, keeps_plain=False)
         if self.weight.dtype is torch.float32 and out_features >= 2 * in_features:
             return Packing(2, keeps_plain=True)
         return None
@@ -119,8 +119,9 @@ class MergedLinear(Linear):
 
 
 @functools.cache
-def _has_instructions(dtype: torch.dtype) -> bool:
-    """Whether the processor computes with 16-bit numbers, which oneDNN's layout is made for."""
+def _computes_in_16_bits(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes with these 16-bit numbers here, which its layout is made for: by
+    instructions of the processor, or bfloat16 on an older one by way of float32."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":  # the layout was timed on no other
         return False
     if dtype is torch.bfloat16:
