@@ -15,7 +15,8 @@ Six launches, each over all rows; a row leaves a stage at once if it has no use 
 
 The draw is Gumbel-max with noise that is drawn for groups of 64 tokens first, as
 ``worker/sampler.py`` defines it: a group is drawn token by token only if its highest logit with the
-noise of its luckiest token could win. Ties go to the lowest id everywhere. Probability mass is
+noise of its luckiest token could win. It is added to logits less the row's maximum, as float32 has
+no room for it in the sum with a large one. Ties go to the lowest id everywhere. Probability mass is
 summed in fixed point, so no order of summation can change a result. A bracket is a range of depths:
 steps of 2**-16 below the row's maximum, whole numbers, so that every stage places a token alike.
 """
@@ -434,7 +435,8 @@ def _draw_kernel(
         best_id = V
         candidate = usable & (depth < first) & (x >= row_max - NOISE_SPAN)
         if tl.sum(candidate.to(tl.int32), 0) > 0:
-            held = tl.reshape(tl.where(candidate, x, float("-inf")), (GROUPS, GROUP))
+            held = tl.where(candidate, x - row_max, float("-inf"))
+            held = tl.reshape(held, (GROUPS, GROUP))
             seed = tl.load(seeds_ptr + row)
             position = tl.load(positions_ptr + row)
             least, firsts = _group_draws(seed, chunk * GROUPS + groups, position)
@@ -542,7 +544,8 @@ def _pick_of_few(
     if top_p < 1:
         target = (top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
         kept = kept & (mass_before < tl.maximum(target, 1))
-    return _best(tl.where(kept, x + _gumbel_of_any(seed, ids, position), float("-inf")), ids, V)
+    perturbed = x - row_max + _gumbel_of_any(seed, ids, position)
+    return _best(tl.where(kept, perturbed, float("-inf")), ids, V)
 
 
 @triton.jit
@@ -574,8 +577,8 @@ def _pick_of_many(
         x, ids, _, exists = _ranked(values_ptr, ids_ptr, begin + offsets, count)
         keys = _ordered(x).to(tl.int64)
         kept = exists & ((keys > key) | ((keys == key) & (ids <= last_id)))
-        perturbed = tl.where(kept, x + _gumbel_of_any(seed, ids, position), float("-inf"))
-        value, value_id = _best(perturbed, ids, V)
+        perturbed = x - row_max + _gumbel_of_any(seed, ids, position)
+        value, value_id = _best(tl.where(kept, perturbed, float("-inf")), ids, V)
         better = (value > best_value) | ((value == best_value) & (value_id < best_id))
         best_id = tl.where(better, value_id, best_id)
         best_value = tl.where(better, value, best_value)

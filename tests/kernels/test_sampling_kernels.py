@@ -120,6 +120,38 @@ def test_sample(dtype, vocab, device):
         assert draw(logits, rows) == expected
 
 
+@pytest.mark.parametrize("vocab", [65, 4097])
+@pytest.mark.parametrize("scale", [0.0, 3.0, 1e4])
+def test_sample_of_what_masks_leave(vocab, scale, device):
+    """Rows of a few, half or all tokens at any temperature, with seeds of all 64 bits."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(12, vocab, generator=generator) * scale
+    for i, allowed in enumerate([0.0, 0.002, 0.5, 1.0] * 3):
+        banned = torch.rand(vocab, generator=generator) >= allowed
+        banned[17 * i % vocab] = False
+        logits[i, banned] = -INF
+    rows = []
+    for i, temperature in enumerate([1e-4] * 4 + [1.0] * 4 + [2.0] * 4):
+        filters = [(0, 1.0, 0.0), (0, 0.9, 0.0), (30, 0.95, 0.0), (0, 1.0, 0.02)][i // 2 % 4]
+        rows.append((temperature, *filters, [-(2**63), 2**63 - 1, -1 - i][i % 3], i))
+    seeds = [seed % 2**64 for *_, seed, _ in rows]
+    expected = [
+        reference.sample(x, *row[:4], seed, row[5])
+        for x, row, seed in zip(logits, rows, seeds, strict=True)
+    ]
+    assert draw(logits.to(device), rows) == expected
+
+
+@pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (0, 0.9, 0.0)])
+@pytest.mark.parametrize("vocab", [100, 600])  # pairs are compared of up to 512
+def test_noise_is_not_lost_in_the_sum_with_large_logits(vocab, filters, device):
+    """At 1e8 neighbouring float32 numbers are 8 apart, more than most tokens' noises."""
+    logits = torch.full((8, vocab), 1e4)
+    rows = [(1e-4, *filters, seed, 0) for seed in range(8)]
+    expected = [reference.sample(x, *row) for x, row in zip(logits, rows, strict=True)]
+    assert draw(logits.to(device), rows) == expected
+
+
 def test_sample_keeps_exactly_k_of_tied_logits(device):
     logits = torch.zeros(20, 500, device=device)
     logits[:, 100:] = 1.0  # 400 ties at the top; the lowest 5 ids of them survive
