@@ -507,6 +507,7 @@ def _picture(name: str, text: str = "picture") -> str:
 
 # Studies whose result is committed, in the order of the README.
 STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "cpu_throughput_bfloat16": throughput,
     "gpu_throughput": throughput,
     "gpu_http_load": http_load,
     "gpu_against_vllm": against_vllm,
