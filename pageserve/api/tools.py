@@ -3,8 +3,8 @@
 A template that reads ``tools`` and writes calls in a form that is known is used as it is. Any other
 (it knows no tools, or writes calls in another way), and one that refuses the calls of the past or
 would show them as words of the user, gets the tools as system text in Qwen's words, and past calls
-and results as text of the same form.
-Where it takes no system message, the text stands before the first message of the user.
+and results as text of the same form. Where it takes no system message, the text stands before the
+first message of the user.
 """
 
 import hashlib

@@ -29,7 +29,8 @@ import triton.language as tl
 
 from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
-GROUP = tl.constexpr(64)  # tokens that are drawn together, whose maximum is kept for the bounds
+# Tokens that are drawn together, as GROUP_SIZE in worker/sampler.py; their maximum is kept.
+GROUP = tl.constexpr(64)
 GREEDY_EPS = tl.constexpr(1e-5)
 # No token this far below a row's maximum can win a draw: the noise spans [-2.87, 21.49].
 NOISE_SPAN = tl.constexpr(24.5)
@@ -444,10 +445,10 @@ def _draw_kernel(
             bound = tl.max(bounds, 0)
             # Group by group, the most promising first, until none can do better.
             while (bound > float("-inf")) & (bound >= best - BOUND_MARGIN):
-                here = groups == tl.argmax(bounds, 0)
+                group = tl.argmax(bounds, 0)
+                here = groups == group
                 values = tl.max(tl.where(here[:, None], held, float("-inf")), 0)
-                group = tl.sum(tl.where(here, chunk * GROUPS + groups, 0), 0)
-                group_ids = group * GROUP + tl.arange(0, GROUP)
+                group_ids = (chunk * GROUPS + group) * GROUP + tl.arange(0, GROUP)
                 group_least = tl.sum(tl.where(here, least, 0.0), 0)
                 group_first = tl.sum(tl.where(here, firsts, 0), 0)
                 noise = _gumbel(seed, group_ids, position, group_least, group_first)

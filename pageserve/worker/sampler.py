@@ -36,7 +36,7 @@ from pageserve.worker.sampling_metadata import (
     TokenMasks,
 )
 
-GROUP_SIZE = 64  # tokens whose maximum stands for them
+GROUP_SIZE = 64  # tokens that are drawn together, and whose maximum stands for them
 DENSE_SHARE = 8  # look at all tokens if more than one group in so many is wanted
 NOISE_CHUNK = 32768  # counters at a time, to stay in cache
 MARGIN = 1e-9  # by which rounding may lift a token above the bound of its group
