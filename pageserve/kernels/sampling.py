@@ -8,10 +8,10 @@ Six launches, each over all rows; a row leaves a stage at once if it has no use 
                 of groups of 64 tokens, and from min-p
 3. narrow       twice: where top-p stands alone and many tokens are left, the mass above eight
                 marks within the bracket makes it nine times as narrow
-4. draw         the best perturbed token above the bracket; those in it are gathered, a few dozen
-                as a rule
-5. pick         the survivors among the gathered tokens, by comparing all pairs if there are few
-                and by bisection for the threshold if not; the best perturbed token of all
+4. gather       the tokens in the bracket are gathered, a few dozen as a rule
+5. pick         the best perturbed token above the bracket, then the survivors among the gathered
+                ones, by comparing all pairs if there are few and by bisection for the threshold if
+                not; the best perturbed token of all
 
 The draw is Gumbel-max with noise that is drawn for groups of 64 tokens first, as
 ``worker/sampler.py`` defines it: a group is drawn token by token only if its highest logit with the
@@ -31,6 +31,7 @@ from pageserve.kernels.launch import launch, pdl_options, pdl_wait
 
 # Tokens that are drawn together, as GROUP_SIZE in worker/sampler.py; their maximum is kept.
 GROUP = tl.constexpr(64)
+LANES = tl.constexpr(16)  # groups that are drawn token by token at once
 GREEDY_EPS = tl.constexpr(1e-5)
 # No token this far below a row's maximum can win a draw: the noise spans [-2.87, 21.49].
 NOISE_SPAN = tl.constexpr(24.5)
@@ -103,6 +104,28 @@ def _depth(x, row_max):
 
 
 @triton.jit
+def _usable(x, row_max, min_p):
+    """Return which scaled logits min-p leaves."""
+    return (x > float("-inf")) & (tl.exp(x - row_max) >= min_p)
+
+
+@triton.jit
+def _penalised(
+    x, ids, mask, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride, PENALISED: tl.constexpr,
+):  # fmt: skip
+    """Return float32 logits ``x`` of ``ids``, those of seen tokens penalised."""
+    x = x.to(tl.float32)
+    if PENALISED:
+        penalty = tl.load(penalty_ptr + row)
+        if penalty != 1:
+            words = seen_ptr + tl.load(slots_ptr + row).to(tl.int64) * seen_stride + ids // 32
+            seen = (tl.load(words, mask=mask, other=0) >> (ids % 32)) & 1
+            lowered = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + penalty), x * penalty)
+            x = tl.where(seen != 0, lowered, x)
+    return x
+
+
+@triton.jit
 def _load_logits(
     logits_ptr, ids, end, V, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride,
     PENALISED: tl.constexpr,
@@ -113,15 +136,9 @@ def _load_logits(
         x = tl.load(logits_ptr + ids)
     else:
         x = tl.load(logits_ptr + ids, mask=ids < V, other=float("-inf"))
-    x = x.to(tl.float32)
-    if PENALISED:
-        penalty = tl.load(penalty_ptr + row)
-        if penalty != 1:
-            words = seen_ptr + tl.load(slots_ptr + row).to(tl.int64) * seen_stride + ids // 32
-            seen = (tl.load(words, mask=ids < V, other=0) >> (ids % 32)) & 1
-            lowered = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + penalty), x * penalty)
-            x = tl.where(seen != 0, lowered, x)
-    return x
+    return _penalised(
+        x, ids, ids < V, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride, PENALISED
+    )
 
 
 @triton.jit
@@ -374,20 +391,16 @@ def _narrow_kernel(
 
 
 @triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
-def _draw_kernel(
+def _gather_kernel(
     logits_ptr,
     temperature_ptr,
     min_p_ptr,
-    seeds_ptr,
-    positions_ptr,
     row_max_ptr,
     brackets_ptr,
     above_ptr,
     targets_ptr,
     marks_ptr,
     counts_ptr,
-    best_value_ptr,  # [B, S]
-    best_id_ptr,  # [B, S]
     gathered_ptr,  # [B, V] float32, scaled logits
     gathered_ids_ptr,  # [B, V] int32
     seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
@@ -403,11 +416,9 @@ def _draw_kernel(
     PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = CHUNK // GROUP
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    groups = tl.arange(0, GROUPS)
     pdl_wait(PDL)
     row_max = tl.load(row_max_ptr + row)
     if row_max == row_max:
@@ -425,48 +436,70 @@ def _draw_kernel(
             tl.store(brackets_ptr + (2 * B + row) * 2, first)
             tl.store(brackets_ptr + (2 * B + row) * 2 + 1, end)
             tl.store(above_ptr + 2 * B + row, above)
-        x = _load_logits(
-            logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V, row, seen_ptr,
-            slots_ptr, penalty_ptr, seen_stride, PENALISED,
-        )  # fmt: skip
-        x = tl.div_rn(x, tl.zeros([CHUNK], tl.float32) + tl.load(temperature_ptr + row))
-        depth = _depth(x, row_max)
-        usable = (x > float("-inf")) & (tl.exp(x - row_max) >= tl.load(min_p_ptr + row))
-        best = tl.full([], float("-inf"), tl.float32)
-        best_id = V
-        candidate = usable & (depth < first) & (x >= row_max - NOISE_SPAN)
-        if tl.sum(candidate.to(tl.int32), 0) > 0:
-            held = tl.where(candidate, x - row_max, float("-inf"))
-            held = tl.reshape(held, (GROUPS, GROUP))
-            seed = tl.load(seeds_ptr + row)
-            position = tl.load(positions_ptr + row)
-            least, firsts = _group_draws(seed, chunk * GROUPS + groups, position)
-            bounds = tl.max(held, 1) - tl.log(least)
-            bound = tl.max(bounds, 0)
-            # Group by group, the most promising first, until none can do better.
-            while (bound > float("-inf")) & (bound >= best - BOUND_MARGIN):
-                group = tl.argmax(bounds, 0)
-                here = groups == group
-                values = tl.max(tl.where(here[:, None], held, float("-inf")), 0)
-                group_ids = (chunk * GROUPS + group) * GROUP + tl.arange(0, GROUP)
-                group_least = tl.sum(tl.where(here, least, 0.0), 0)
-                group_first = tl.sum(tl.where(here, firsts, 0), 0)
-                noise = _gumbel(seed, group_ids, position, group_least, group_first)
-                value, value_id = _best(values + noise, group_ids, V)
-                better = (value > best) | ((value == best) & (value_id < best_id))
-                best_id = tl.where(better, value_id, best_id)
-                best = tl.where(better, value, best)
-                bounds = tl.where(here, float("-inf"), bounds)
-                bound = tl.max(bounds, 0)
-        tl.store(best_value_ptr + row * S + chunk, best)
-        tl.store(best_id_ptr + row * S + chunk, best_id)
-        keep = usable & (depth >= first) & (depth < end)
-        count = tl.sum(keep.to(tl.int32), 0)
-        if count > 0:
-            rank = tl.cumsum(keep.to(tl.int32), 0)
-            place = row * V + tl.atomic_add(counts_ptr + row, count, sem="relaxed") + rank - 1
-            tl.store(gathered_ptr + place, x, mask=keep)
-            tl.store(gathered_ids_ptr + place, ids, mask=keep)
+        if first < end:
+            x = _load_logits(
+                logits_ptr + row * logits_stride, ids, chunk * CHUNK + CHUNK, V, row, seen_ptr,
+                slots_ptr, penalty_ptr, seen_stride, PENALISED,
+            )  # fmt: skip
+            x = tl.div_rn(x, tl.zeros([CHUNK], tl.float32) + tl.load(temperature_ptr + row))
+            depth = _depth(x, row_max)
+            keep = _usable(x, row_max, tl.load(min_p_ptr + row)) & (depth >= first) & (depth < end)
+            count = tl.sum(keep.to(tl.int32), 0)
+            if count > 0:
+                rank = tl.cumsum(keep.to(tl.int32), 0)
+                place = row * V + tl.atomic_add(counts_ptr + row, count, sem="relaxed") + rank - 1
+                tl.store(gathered_ptr + place, x, mask=keep)
+                tl.store(gathered_ids_ptr + place, ids, mask=keep)
+
+
+@triton.jit
+def _draw_above(
+    logits_ptr, group_maxima_ptr, first, temperature, min_p, row_max, seed, position, V, num_groups,
+    row, seen_ptr, slots_ptr, penalty_ptr, seen_stride,
+    GROUPS_PAD: tl.constexpr, PENALISED: tl.constexpr,
+):  # fmt: skip
+    """Return the best perturbed token of those less deep than ``first``, and its id.
+
+    Of every LANES-th group the most promising is drawn token by token, all LANES at once, until no
+    group left can do better: twice as a rule, as seven groups of a flat row of 152K tokens can.
+    """
+    lanes = tl.arange(0, LANES)
+    across = tl.arange(0, GROUPS_PAD // LANES)
+    groups = across[None, :] * LANES + lanes[:, None]
+    there = groups < num_groups
+    maxima = tl.load(group_maxima_ptr + groups, mask=there, other=float("-inf"))
+    # A hair below min-p, as no one says that exp() is monotone to the last bit.
+    hopeful = (_depth(maxima, row_max) < first) & (maxima >= row_max - NOISE_SPAN)
+    hopeful = hopeful & _usable(maxima, row_max, 0.999 * min_p)
+    least, _ = _group_draws(seed, groups, position)
+    bounds = tl.where(hopeful, maxima - row_max - tl.log(least), float("-inf"))
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = V
+    bound = tl.max(tl.max(bounds, 1), 0)
+    while (bound > float("-inf")) & (bound >= best - BOUND_MARGIN):
+        lane_bounds, chosen = tl.max(bounds, 1, return_indices=True)
+        lane_groups = chosen * LANES + lanes
+        drawn = (lane_bounds > float("-inf")) & (lane_bounds >= best - BOUND_MARGIN)
+        ids = lane_groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = drawn[:, None] & (ids < V)
+        x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf"))
+        x = _penalised(
+            x, ids, inside, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride, PENALISED
+        )
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+        candidate = _usable(x, row_max, min_p) & (_depth(x, row_max) < first)
+        lane_least, firsts = _group_draws(seed, lane_groups, position)
+        noise = _gumbel(seed, ids, position, lane_least[:, None], firsts[:, None])
+        values = tl.where(candidate, x - row_max + noise, float("-inf"))
+        value, value_id = _best(
+            tl.reshape(values, (LANES * GROUP,)), tl.reshape(ids, (LANES * GROUP,)), V
+        )
+        better = (value > best) | ((value == best) & (value_id < best_id))
+        best_id = tl.where(better, value_id, best_id)
+        best = tl.where(better, value, best)
+        bounds = tl.where(across[None, :] == chosen[:, None], float("-inf"), bounds)
+        bound = tl.max(tl.max(bounds, 1), 0)
+    return best, best_id
 
 
 @triton.jit
@@ -588,46 +621,57 @@ def _pick_of_many(
 
 @triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
 def _pick_kernel(
+    logits_ptr,
+    temperature_ptr,
     seeds_ptr,
     positions_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
     row_max_ptr,
+    group_maxima_ptr,
     totals_ptr,
+    brackets_ptr,
     above_ptr,
     counts_ptr,
-    best_value_ptr,
-    best_id_ptr,
     gathered_ptr,
     gathered_ids_ptr,
     sampled_ptr,
+    seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
+    slots_ptr,  # [B]
+    penalty_ptr,  # [B]
+    logits_stride,
+    seen_stride,
     B,
     V,
-    S,
-    S_PAD: tl.constexpr,
+    num_groups,
+    GROUPS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
     row_max = tl.load(row_max_ptr + row)
     if row_max == row_max:
-        s = tl.arange(0, S_PAD)
-        values = tl.load(best_value_ptr + row * S + s, mask=s < S, other=float("-inf"))
-        ids = tl.load(best_id_ptr + row * S + s, mask=s < S, other=V)
-        best, best_id = _best(values, ids, V)
+        temperature = tl.load(temperature_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        seed = tl.load(seeds_ptr + row)
+        position = tl.load(positions_ptr + row)
+        first = tl.load(brackets_ptr + (2 * B + row) * 2)
+        best, best_id = _draw_above(
+            logits_ptr + row * logits_stride, group_maxima_ptr + row * num_groups, first,
+            temperature, min_p, row_max, seed, position, V, num_groups, row, seen_ptr, slots_ptr,
+            penalty_ptr, seen_stride, GROUPS_PAD, PENALISED,
+        )  # fmt: skip
         count = tl.load(counts_ptr + row)
         if count > 0:
             values_ptr = gathered_ptr + row * V
             ids_ptr = gathered_ids_ptr + row * V
             top_k = tl.load(top_k_ptr + row)
             top_p = tl.load(top_p_ptr + row)
-            min_p = tl.load(min_p_ptr + row)
             total = tl.load(totals_ptr + row)
             above = tl.load(above_ptr + 2 * B + row)
-            seed = tl.load(seeds_ptr + row)
-            position = tl.load(positions_ptr + row)
             if count <= PAIRWISE:
                 value, value_id = _pick_of_few(
                     values_ptr, ids_ptr, count, top_k, top_p, min_p, total, above, row_max, seed,
@@ -819,8 +863,7 @@ def sample(
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     gathered_ids = torch.empty(rows, vocab, dtype=torch.int32, device=device)
-    best_value = torch.empty(rows, stats.splits, dtype=torch.float32, device=device)
-    best_id = torch.empty(rows, stats.splits, dtype=torch.int32, device=device)
+    groups_pad = max(LANES.value, triton.next_power_of_2(stats.num_groups))
     pdl = pdl_options(device)
     launch(
         _bounds_kernel,
@@ -844,7 +887,7 @@ def sample(
         vocab,
         stats.num_groups,
         S_PAD=stats.splits_pad,
-        GROUPS_PAD=triton.next_power_of_2(stats.num_groups),
+        GROUPS_PAD=groups_pad,
         num_warps=8,
         **pdl,
     )
@@ -873,21 +916,17 @@ def sample(
             **pdl,
         )
     launch(
-        _draw_kernel,
+        _gather_kernel,
         (rows, stats.splits),
         logits,
         temperature,
         min_p,
-        seeds,
-        positions,
         row_max,
         brackets,
         above,
         targets,
         marks,
         counts,
-        best_value,
-        best_id,
         gathered,
         gathered_ids,
         *pointers,
@@ -905,26 +944,32 @@ def sample(
     launch(
         _pick_kernel,
         (rows,),
+        logits,
+        temperature,
         seeds,
         positions,
         top_k,
         top_p,
         min_p,
         row_max,
+        stats.group_maxima,
         totals,
+        brackets,
         above,
         counts,
-        best_value,
-        best_id,
         gathered,
         gathered_ids,
         sampled,
+        *pointers,
+        logits.stride(0),
+        *stride,
         rows,
         vocab,
-        stats.splits,
-        S_PAD=stats.splits_pad,
+        stats.num_groups,
+        GROUPS_PAD=groups_pad,
         BLOCK=2048,
-        num_warps=4,
+        num_warps=8,
+        **flag,
         **pdl,
     )
     return sampled

@@ -142,6 +142,18 @@ def test_sample_of_what_masks_leave(vocab, scale, device):
     assert draw(logits.to(device), rows) == expected
 
 
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
+def test_sample_of_many_groups(spread, device):
+    """A row's groups are drawn a few at a time until no other can win: flat rows take several
+    turns, and the winner stands anywhere."""
+    generator = torch.Generator().manual_seed(3)
+    logits = spread * torch.randn(6, 40_000, generator=generator)
+    filters = [(0, 1.0, 0.0), (0, 1.0, 1e-3), (0, 0.98, 0.0)] * 2
+    rows = [(1.0, *f, 7 * i, 2) for i, f in enumerate(filters)]
+    expected = [reference.sample(x, *row) for x, row in zip(logits, rows, strict=True)]
+    assert draw(logits.to(device), rows) == expected
+
+
 @pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (0, 0.9, 0.0)])
 @pytest.mark.parametrize("vocab", [100, 600])  # pairs are compared of up to 512
 def test_noise_is_not_lost_in_the_sum_with_large_logits(vocab, filters, device):
