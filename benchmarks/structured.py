@@ -41,6 +41,7 @@ GRAMMAR = LLMatcher.grammar_from_json_schema(  # an array that does not end befo
     {"type": "array", "items": PERSON, "minItems": 100_000},
     overrides={"whitespace_flexible": False},
 )
+HOST_PARTS = ("schedule", "launch", "wait", "update")  # of the loop's time; grammars are the rest
 SETTINGS = ("plain", "with grammars", "with more plain")
 
 
@@ -86,8 +87,12 @@ def measure(
     assert not ended, "the budget is too small for all to run together"
     start, first_step = time.perf_counter(), engine.stats().steps_total
     counts |= {"plain": 0, "joined": 0}
+    host = dict.fromkeys(HOST_PARTS, 0.0)
     while not ended:
         step()
+        if engine.last_step is not None:
+            for part in HOST_PARTS:
+                host[part] += getattr(engine.last_step, f"{part}_seconds")
     seconds = time.perf_counter() - start
     steps = engine.stats().steps_total - first_step
     engine.abort(list(seen))
@@ -98,6 +103,7 @@ def measure(
         "joined_tokens_per_s": counts["joined"] / seconds,
         "steps_per_s": steps / seconds,
         "plain_tokens_per_step": counts["plain"] / steps / num_plain,
+        **{f"{part}_ms_per_step": 1e3 * total / steps for part, total in host.items()},
     }
 
 
@@ -158,6 +164,8 @@ def main() -> None:
             f"{row['joined_tokens_per_s']:>8.1f} of the joined ones, "
             f"{row['steps_per_s']:>7.1f} steps/s"
         )
+        parts = (f"{part} {row[f'{part}_ms_per_step']:.3f}" for part in HOST_PARTS)
+        print(f"{'':<16} of {1e3 / row['steps_per_s']:.3f} ms a step: {', '.join(parts)}")
     against_control = _loss(rounds, "with more plain", "with grammars")
     print(f"plain streams lose {100 * loss['with grammars']:.1f} % beside streams with a grammar,")
     print(
