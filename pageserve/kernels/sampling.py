@@ -1,17 +1,18 @@
 """Choosing tokens on the device: no sort, no host synchronisation, one draw per seed and position.
 
-Six launches, each over all rows; a row leaves a stage at once if it has no use for it.
+Seven launches, each over all rows; a row leaves a stage at once if it has no use for it.
 
-1. statistics   maximum, its lowest id and the sum of exponentials of every chunk of a row
+1. statistics   maximum, its lowest id and the sum of exponentials of every chunk of a row; maximum
+                and noise of the luckiest token of every group of 64
 2. bounds       a row's totals; greedy rows are done. Filtered rows get a bracket: tokens above it
                 survive, tokens below do not, tokens in it are undecided. It comes from the maxima
                 of groups of 64 tokens, and from min-p
 3. narrow       twice: where top-p stands alone and many tokens are left, the mass above eight
                 marks within the bracket makes it nine times as narrow
 4. gather       the tokens in the bracket are gathered, a few dozen as a rule
-5. pick         the best perturbed token above the bracket, then the survivors among the gathered
-                ones, by comparing all pairs if there are few and by bisection for the threshold if
-                not; the best perturbed token of all
+5. draw         the best perturbed token above the bracket
+6. pick         the survivors among the gathered tokens, by comparing all pairs if there are few
+                and by bisection for the threshold if not; the best perturbed token of all
 
 The draw is Gumbel-max with noise that is drawn for groups of 64 tokens first, as
 ``worker/sampler.py`` defines it: a group is drawn token by token only if its highest logit with the
@@ -154,7 +155,10 @@ def _statistics_kernel(
     maxima_ptr,  # [B, S]: the chunk's maximum, NaN if it holds one
     best_ptr,  # [B, S] int32
     sums_ptr,  # [B, S], written if SUMS
-    group_maxima_ptr,  # [B, S * CHUNK / GROUP], written if SCALED
+    group_maxima_ptr,  # [B, S * CHUNK / GROUP], written if SCALED, and so is the next
+    group_noise_ptr,  # of the group's luckiest token
+    seeds_ptr,  # [B], read if SCALED
+    positions_ptr,  # [B], read if SCALED
     seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
     slots_ptr,  # [B]
     penalty_ptr,  # [B]
@@ -184,7 +188,11 @@ def _statistics_kernel(
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     group_maxima = tl.max(x, 1)
     if SCALED:
-        tl.store(group_maxima_ptr + (row * S + chunk) * GROUPS + groups, group_maxima)
+        places = (row * S + chunk) * GROUPS + groups
+        tl.store(group_maxima_ptr + places, group_maxima)
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        least, _ = _group_draws(seed, chunk * GROUPS + groups, position)
+        tl.store(group_noise_ptr + places, -tl.log(least))
     best = tl.max(group_maxima, 0)
     hit = (x == best) & (x > float("-inf"))
     best_id = tl.min(tl.min(tl.where(hit, ids, V), 1), 0)
@@ -452,54 +460,82 @@ def _gather_kernel(
                 tl.store(gathered_ids_ptr + place, ids, mask=keep)
 
 
-@triton.jit
-def _draw_above(
-    logits_ptr, group_maxima_ptr, first, temperature, min_p, row_max, seed, position, V, num_groups,
-    row, seen_ptr, slots_ptr, penalty_ptr, seen_stride,
-    GROUPS_PAD: tl.constexpr, PENALISED: tl.constexpr,
-):  # fmt: skip
-    """Return the best perturbed token of those less deep than ``first``, and its id.
-
-    Of every LANES-th group the most promising is drawn token by token, all LANES at once, until no
-    group left can do better: twice as a rule, as seven groups of a flat row of 152K tokens can.
-    """
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    row_max_ptr,
+    brackets_ptr,
+    group_maxima_ptr,
+    group_noise_ptr,
+    best_value_ptr,  # [B], written for rows that are drawn
+    best_id_ptr,  # [B]
+    seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
+    slots_ptr,  # [B]
+    penalty_ptr,  # [B]
+    logits_stride,
+    seen_stride,
+    B,
+    V,
+    num_groups,
+    GROUPS_PAD: tl.constexpr,
+    PENALISED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of every LANES-th group the most promising is drawn token by token, all LANES at once, until
+    no group left can do better. In a flat row of 152K tokens some seven can: it takes a turn or
+    two."""
+    row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     across = tl.arange(0, GROUPS_PAD // LANES)
     groups = across[None, :] * LANES + lanes[:, None]
     there = groups < num_groups
-    maxima = tl.load(group_maxima_ptr + groups, mask=there, other=float("-inf"))
-    # A hair below min-p, as no one says that exp() is monotone to the last bit.
-    hopeful = (_depth(maxima, row_max) < first) & (maxima >= row_max - NOISE_SPAN)
-    hopeful = hopeful & _usable(maxima, row_max, 0.999 * min_p)
-    least, _ = _group_draws(seed, groups, position)
-    bounds = tl.where(hopeful, maxima - row_max - tl.log(least), float("-inf"))
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = V
-    bound = tl.max(tl.max(bounds, 1), 0)
-    while (bound > float("-inf")) & (bound >= best - BOUND_MARGIN):
-        lane_bounds, chosen = tl.max(bounds, 1, return_indices=True)
-        lane_groups = chosen * LANES + lanes
-        drawn = (lane_bounds > float("-inf")) & (lane_bounds >= best - BOUND_MARGIN)
-        ids = lane_groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = drawn[:, None] & (ids < V)
-        x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf"))
-        x = _penalised(
-            x, ids, inside, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride, PENALISED
-        )
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-        candidate = _usable(x, row_max, min_p) & (_depth(x, row_max) < first)
-        lane_least, firsts = _group_draws(seed, lane_groups, position)
-        noise = _gumbel(seed, ids, position, lane_least[:, None], firsts[:, None])
-        values = tl.where(candidate, x - row_max + noise, float("-inf"))
-        value, value_id = _best(
-            tl.reshape(values, (LANES * GROUP,)), tl.reshape(ids, (LANES * GROUP,)), V
-        )
-        better = (value > best) | ((value == best) & (value_id < best_id))
-        best_id = tl.where(better, value_id, best_id)
-        best = tl.where(better, value, best)
-        bounds = tl.where(across[None, :] == chosen[:, None], float("-inf"), bounds)
+    pdl_wait(PDL)
+    row_max = tl.load(row_max_ptr + row)
+    if row_max == row_max:
+        first = tl.load(brackets_ptr + (2 * B + row) * 2)
+        temperature = tl.load(temperature_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        seed = tl.load(seeds_ptr + row)
+        position = tl.load(positions_ptr + row)
+        places = row * num_groups + groups
+        maxima = tl.load(group_maxima_ptr + places, mask=there, other=float("-inf"))
+        noise = tl.load(group_noise_ptr + places, mask=there, other=0.0)
+        hopeful = (_depth(maxima, row_max) < first) & (maxima >= row_max - NOISE_SPAN)
+        # A hair below min-p, as no one says that exp() is monotone to the last bit.
+        hopeful = hopeful & _usable(maxima, row_max, 0.999 * min_p)
+        bounds = tl.where(hopeful, maxima - row_max + noise, float("-inf"))
+        best = tl.full([], float("-inf"), tl.float32)
+        best_id = V
         bound = tl.max(tl.max(bounds, 1), 0)
-    return best, best_id
+        while (bound > float("-inf")) & (bound >= best - BOUND_MARGIN):
+            lane_bounds, chosen = tl.max(bounds, 1, return_indices=True)
+            lane_groups = chosen * LANES + lanes
+            drawn = (lane_bounds > float("-inf")) & (lane_bounds >= best - BOUND_MARGIN)
+            ids = lane_groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            inside = drawn[:, None] & (ids < V)
+            x = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=float("-inf"))
+            x = _penalised(
+                x, ids, inside, row, seen_ptr, slots_ptr, penalty_ptr, seen_stride, PENALISED
+            )
+            x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+            candidate = _usable(x, row_max, min_p) & (_depth(x, row_max) < first)
+            least, firsts = _group_draws(seed, lane_groups, position)
+            perturbed = x - row_max + _gumbel(seed, ids, position, least[:, None], firsts[:, None])
+            values = tl.where(candidate, perturbed, float("-inf"))
+            value, value_id = _best(
+                tl.reshape(values, (LANES * GROUP,)), tl.reshape(ids, (LANES * GROUP,)), V
+            )
+            better = (value > best) | ((value == best) & (value_id < best_id))
+            best_id = tl.where(better, value_id, best_id)
+            best = tl.where(better, value, best)
+            bounds = tl.where(across[None, :] == chosen[:, None], float("-inf"), bounds)
+            bound = tl.max(tl.max(bounds, 1), 0)
+        tl.store(best_value_ptr + row, best)
+        tl.store(best_id_ptr + row, best_id)
 
 
 @triton.jit
@@ -621,57 +657,42 @@ def _pick_of_many(
 
 @triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=PER_ROW)
 def _pick_kernel(
-    logits_ptr,
-    temperature_ptr,
     seeds_ptr,
     positions_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
     row_max_ptr,
-    group_maxima_ptr,
     totals_ptr,
-    brackets_ptr,
     above_ptr,
     counts_ptr,
+    best_value_ptr,
+    best_id_ptr,
     gathered_ptr,
     gathered_ids_ptr,
     sampled_ptr,
-    seen_ptr,  # [slots, V / 32] int32, a bit for every token that the request has
-    slots_ptr,  # [B]
-    penalty_ptr,  # [B]
-    logits_stride,
-    seen_stride,
     B,
     V,
-    num_groups,
-    GROUPS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    PENALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
     row_max = tl.load(row_max_ptr + row)
     if row_max == row_max:
-        temperature = tl.load(temperature_ptr + row)
-        min_p = tl.load(min_p_ptr + row)
-        seed = tl.load(seeds_ptr + row)
-        position = tl.load(positions_ptr + row)
-        first = tl.load(brackets_ptr + (2 * B + row) * 2)
-        best, best_id = _draw_above(
-            logits_ptr + row * logits_stride, group_maxima_ptr + row * num_groups, first,
-            temperature, min_p, row_max, seed, position, V, num_groups, row, seen_ptr, slots_ptr,
-            penalty_ptr, seen_stride, GROUPS_PAD, PENALISED,
-        )  # fmt: skip
+        best = tl.load(best_value_ptr + row)
+        best_id = tl.load(best_id_ptr + row)
         count = tl.load(counts_ptr + row)
         if count > 0:
             values_ptr = gathered_ptr + row * V
             ids_ptr = gathered_ids_ptr + row * V
             top_k = tl.load(top_k_ptr + row)
             top_p = tl.load(top_p_ptr + row)
+            min_p = tl.load(min_p_ptr + row)
             total = tl.load(totals_ptr + row)
             above = tl.load(above_ptr + 2 * B + row)
+            seed = tl.load(seeds_ptr + row)
+            position = tl.load(positions_ptr + row)
             if count <= PAIRWISE:
                 value, value_id = _pick_of_few(
                     values_ptr, ids_ptr, count, top_k, top_p, min_p, total, above, row_max, seed,
@@ -716,13 +737,14 @@ def _penalty_arguments(
 
 
 class _Statistics:
-    """The first stage's results for ``logits`` [B, V], penalised and scaled by ``temperature`` [B]
-    where given. Without ``sums`` those of the exponentials are left out."""
+    """The first stage's results for ``logits`` [B, V]; for those to be drawn from, ``draw`` gives
+    (temperature, seeds, positions), [B] each, and they may be penalised. Without ``sums`` those of
+    the exponentials are left out."""
 
     def __init__(
         self,
         logits: torch.Tensor,
-        temperature: torch.Tensor | None = None,
+        draw: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         penalties: RepetitionPenalties | None = None,
         sums: bool = True,
     ) -> None:
@@ -736,24 +758,30 @@ class _Statistics:
         self.maxima = torch.empty(shape, dtype=torch.float32, device=device)
         self.best = torch.empty(shape, dtype=torch.int32, device=device)
         self.sums = torch.empty(shape, dtype=torch.float32, device=device)
-        groups = (rows, self.num_groups) if temperature is not None else (0,)
-        self.group_maxima = torch.empty(groups, dtype=torch.float32, device=device)
+        groups = (rows, self.num_groups) if draw is not None else (0, 0)
+        self.group_maxima, self.group_noise = torch.empty(
+            2, *groups, dtype=torch.float32, device=device
+        )
+        temperature, seeds, positions = draw or (self.maxima, self.best, self.best)
         pointers, stride, flag = _penalty_arguments(logits, penalties)
         launch(
             _statistics_kernel,
             (rows, self.splits),
             logits,
-            temperature if temperature is not None else self.maxima,
+            temperature,
             self.maxima,
             self.best,
             self.sums,
             self.group_maxima,
+            self.group_noise,
+            seeds,
+            positions,
             *pointers,
             logits.stride(0),
             *stride,
             self.vocab,
             self.splits,
-            SCALED=temperature is not None,
+            SCALED=draw is not None,
             SUMS=sums,
             CHUNK=self.chunk,
             **flag,
@@ -853,7 +881,7 @@ def sample(
     sampled = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
         return sampled
-    stats = _Statistics(logits, temperature, penalties)
+    stats = _Statistics(logits, (temperature, seeds, positions), penalties)
     pointers, stride, flag = _penalty_arguments(logits, penalties)
     row_max = torch.empty(rows, dtype=torch.float32, device=device)
     totals, targets = torch.empty(2, rows, dtype=torch.int64, device=device)
@@ -863,6 +891,8 @@ def sample(
     counts = torch.empty(rows, dtype=torch.int32, device=device)
     gathered = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     gathered_ids = torch.empty(rows, vocab, dtype=torch.int32, device=device)
+    best_value = torch.empty(rows, dtype=torch.float32, device=device)
+    best_id = torch.empty(rows, dtype=torch.int32, device=device)
     groups_pad = max(LANES.value, triton.next_power_of_2(stats.num_groups))
     pdl = pdl_options(device)
     launch(
@@ -942,24 +972,19 @@ def sample(
         **pdl,
     )
     launch(
-        _pick_kernel,
+        _draw_kernel,
         (rows,),
         logits,
         temperature,
+        min_p,
         seeds,
         positions,
-        top_k,
-        top_p,
-        min_p,
         row_max,
-        stats.group_maxima,
-        totals,
         brackets,
-        above,
-        counts,
-        gathered,
-        gathered_ids,
-        sampled,
+        stats.group_maxima,
+        stats.group_noise,
+        best_value,
+        best_id,
         *pointers,
         logits.stride(0),
         *stride,
@@ -967,9 +992,31 @@ def sample(
         vocab,
         stats.num_groups,
         GROUPS_PAD=groups_pad,
-        BLOCK=2048,
         num_warps=8,
         **flag,
+        **pdl,
+    )
+    launch(
+        _pick_kernel,
+        (rows,),
+        seeds,
+        positions,
+        top_k,
+        top_p,
+        min_p,
+        row_max,
+        totals,
+        above,
+        counts,
+        best_value,
+        best_id,
+        gathered,
+        gathered_ids,
+        sampled,
+        rows,
+        vocab,
+        BLOCK=1024,
+        num_warps=8,  # in fewer, each with more numbers, it is the slowest kernel to compile
         **pdl,
     )
     return sampled
