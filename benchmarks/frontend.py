@@ -82,7 +82,7 @@ def scripted_engine(
     one whenever ``taken`` is released; again and again, until told to leave."""
     context = zmq.Context()
     requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    requests.connect(requests_at)
+    requests.bind(requests_at)
     outputs.connect(outputs_at)
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(EngineRequest)
     tokenizer = byte_tokenizer()

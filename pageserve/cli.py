@@ -30,14 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(argv: Sequence[str]) -> int:
     """Serve the OpenAI API until a signal or the engine's death; returns the exit code."""
-    from pageserve.api.server import run_server
-
     config, server_args = _parse("serve", "Serve the OpenAI API.", argv)
+    from pageserve.engine.process import ProcessClient
+
+    client = ProcessClient(config)
+    client.launch()  # first of all: it imports for seconds, and so do we
     try:
-        return run_server(config, server_args)
+        from pageserve.api.server import run_server
+
+        return run_server(client, config, server_args)
     except ConfigError as error:
         print(f"pageserve serve: {error}", file=sys.stderr)
         return 2
+    finally:
+        client.kill()
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
 """Everything that crosses a process or the line between core and worker, and nothing else.
 
-Client ⇄ engine: :class:`AddRequest`, :class:`AbortRequests`, :class:`GetProgress`,
-:class:`ResetPrefixCache`, :class:`Shutdown` one way; :class:`LoadProgress`, :class:`EngineLog`,
-:class:`EngineReady`, :class:`StepOutputs`, :class:`Progress`, :class:`PrefixCacheReset`,
-:class:`EngineDead` back.
+Client ⇄ engine: :class:`LoadModel`, :class:`AddRequest`, :class:`AbortRequests`,
+:class:`GetProgress`, :class:`ResetPrefixCache`, :class:`Shutdown` one way; :class:`LoadProgress`,
+:class:`EngineLog`, :class:`EngineReady`, :class:`StepOutputs`, :class:`Progress`,
+:class:`PrefixCacheReset`, :class:`EngineDead` back.
 Core → worker: :class:`SchedulerOutput`; worker → core: :class:`ModelRunnerOutput`.
 Only ids and numbers travel, never text or tensors. Times are ``time.monotonic()`` seconds, which
 all processes of one host share.
@@ -61,6 +61,12 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, gc=False):
     """Finish the current step, free everything and exit 0."""
 
 
+class LoadModel(msgspec.Struct, tag="load", array_like=True, gc=False):
+    """The first message: load the checkpoint at this path and serve it."""
+
+    path: str
+
+
 class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, gc=False):
     """Say where requests are (all live ones if no ids are given): answered by Progress."""
 
@@ -71,7 +77,7 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", array_like=True
     """Forget all cached prefixes: answered by PrefixCacheReset."""
 
 
-EngineRequest = AddRequest | AbortRequests | GetProgress | ResetPrefixCache | Shutdown
+EngineRequest = LoadModel | AddRequest | AbortRequests | GetProgress | ResetPrefixCache | Shutdown
 
 
 # --- engine → client ------------------------------------------------------------------------------

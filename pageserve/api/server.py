@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -41,7 +40,7 @@ LOG_EVERY = 5.0  # seconds between two lines about the load
 FAREWELL = 0.5  # seconds for error frames to reach their clients after the engine has died
 
 
-def run_server(config: EngineConfig, args: ServerArgs) -> int:
+def run_server(client: ProcessClient, config: EngineConfig, args: ServerArgs) -> int:
     """Serve until a signal or the engine's death and return the process's exit code."""
     console = Console(stderr=True)
     if args.log_format == "json":
@@ -65,7 +64,7 @@ def run_server(config: EngineConfig, args: ServerArgs) -> int:
         )
         return 1
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Lifecycle(config, args, listener, console).run())
+        return runner.run(_Lifecycle(client, config, args, listener, console).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -135,16 +134,21 @@ class _Server(uvicorn.Server):
 
 class _Lifecycle:
     def __init__(
-        self, config: EngineConfig, args: ServerArgs, listener: socket.socket, console: Console
+        self,
+        client: ProcessClient,
+        config: EngineConfig,
+        args: ServerArgs,
+        listener: socket.socket,
+        console: Console,
     ) -> None:
         override = config.model.override_generation_config
         self.overrides = parse_generation_defaults(override or "{}")
         self.args = args
         self.listener = listener
         self.console = console
-        self.client = ProcessClient(config)
+        self.client = client
         self.context = ServingContext(
-            client=self.client,
+            client=client,
             config=args,
             model_names=served_names(config),
             engine_config=config,
@@ -212,8 +216,7 @@ class _Lifecycle:
 
         try:
             path = await asyncio.to_thread(resolve_model, config.model.model, note)
-            self.client.config = replace(config, model=replace(config.model, model=str(path)))
-            await self.client.start()
+            await self.client.start(str(path))
             tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model.chat_template)
             defaults = self.overrides
             if config.model.generation_config == "auto":

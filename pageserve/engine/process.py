@@ -1,6 +1,8 @@
 """The engine in its own process, and the asyncio client that owns it.
 
     API process                                   engine process
+    ProcessClient.launch ── spawn ───────────────► imports what takes seconds
+                 .start  ── LoadModel ───────────► EngineCore()
     ProcessClient.submit ── AddRequest ──────────► PULL ─► EngineCore.add
                          ── AbortRequests ───────►      └► EngineCore.abort
     sink of a request ◄──── StepOutputs ────────── PUSH ◄─ EngineCore.step
@@ -25,6 +27,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +47,7 @@ from pageserve.messages import (
     EngineReady,
     EngineRequest,
     GetProgress,
+    LoadModel,
     LoadProgress,
     PrefixCacheReset,
     Progress,
@@ -79,7 +83,7 @@ def run_engine(config: EngineConfig, request_address: str, output_address: str) 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see _start
     context = zmq.Context()
     requests = context.socket(zmq.PULL)
-    requests.connect(request_address)
+    requests.bind(request_address)
     outputs = context.socket(zmq.PUSH)
     outputs.connect(output_address)
     encoder = msgspec.msgpack.Encoder()
@@ -120,6 +124,11 @@ def _serve(
     try:
         from pageserve.engine.core import EngineCore  # imports torch: only this process needs it
 
+        path = _wait_for_model(requests)
+        if path is None:
+            return
+        config = replace(config, model=replace(config.model, model=path))
+
         def progress(phase: str, done: int, total: int) -> None:
             send(LoadProgress(phase, done, total))
 
@@ -131,6 +140,16 @@ def _serve(
         _loop(core, requests, send)
     finally:
         core.close()
+
+
+def _wait_for_model(requests: zmq.Socket[bytes]) -> str | None:
+    """Return the path of the model to load, None if the parent is gone."""
+    parent = os.getppid()
+    while not requests.poll(IDLE_POLL_MS):
+        if os.getppid() != parent:
+            return None
+    message = msgspec.msgpack.decode(requests.recv(), type=LoadModel | Shutdown)
+    return message.path if isinstance(message, LoadModel) else None
 
 
 def _may_compile(config: EngineConfig) -> bool:
@@ -168,6 +187,7 @@ def _loop(
             elif isinstance(request, ResetPrefixCache):
                 send(PrefixCacheReset(core.reset_prefix_cache()))
             else:
+                assert isinstance(request, Shutdown), "one engine loads one model"
                 return
         had_work = core.has_work()
         outputs += core.step()
@@ -236,6 +256,7 @@ class ProcessClient:
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._stopping = False
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def progress(self) -> LoadProgress:
@@ -259,15 +280,16 @@ class ProcessClient:
         """When the engine last showed life, None while nothing is expected of it."""
         return self._last_message if self._unfinished else None
 
-    async def start(self) -> None:
-        """Spawn the process; ``ready`` or ``dead`` is set when loading has ended."""
+    def launch(self) -> None:
+        """Spawn the process, which prepares for :meth:`start` meanwhile; :meth:`kill` ends it."""
         self._directory = tempfile.mkdtemp(prefix="pageserve-")
         request_address = f"ipc://{self._directory}/requests"
         output_address = f"ipc://{self._directory}/outputs"
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.set(zmq.SNDHWM, 0)
-        self._requests.bind(request_address)
+        self._requests.set(zmq.RECONNECT_IVL, 10)  # ms, until the engine is there
+        self._requests.connect(request_address)  # keeps what is sent before
         self._outputs = self._context.socket(zmq.PULL)
         self._outputs.set(zmq.RCVHWM, 0)
         self._outputs.bind(output_address)
@@ -278,6 +300,14 @@ class ProcessClient:
             daemon=True,
         )
         _start(self._process)
+
+    async def start(self, path: str | None = None) -> None:
+        """Let the engine load the checkpoint at ``path`` (else the configured one), launched now if
+        it was not before; ``ready`` or ``dead`` is set when loading has ended."""
+        if self._process is None:
+            self.launch()
+        assert self._process is not None
+        self._send(LoadModel(path or self.config.model.model))
         self._watching = asyncio.create_task(self._watch(self._process))
         # Becomes readable when messages come, and not again before all of them were taken.
         self._output_fd = self._outputs.fileno()
@@ -296,20 +326,21 @@ class ProcessClient:
             else:
                 self._send(Shutdown())
         # A loop that ends cancels the watch.
-        timeout = 0 if self._watching.done() else STOP_TIMEOUT
+        watched = self._watching is not None and not self._watching.done()
         try:
-            await asyncio.wait_for(self.stopped.wait(), timeout)
+            await asyncio.wait_for(self.stopped.wait(), STOP_TIMEOUT if watched else 0)
         except TimeoutError:
             self._process.kill()
             self._process.join()
             self.stopped.set()
-        self._watching.cancel()
-        asyncio.get_running_loop().remove_reader(self._output_fd)
+        if self._watching is not None:
+            self._watching.cancel()
+            asyncio.get_running_loop().remove_reader(self._output_fd)
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
-        """End the engine process at once, without waiting."""
+        """End the engine process at once, if it has not ended, without waiting."""
         if self._process is not None:
             self._process.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -357,11 +388,9 @@ class ProcessClient:
         return await answer
 
     def _send(self, message: EngineRequest) -> None:
-        # The socket has no high-water mark, so this never blocks and needs no task.
-        try:
-            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # nobody there: the engine has just died, and _watch tells the sinks
-            logger.debug("no engine to take %s", type(message).__name__)
+        # The socket has no high-water mark, so this never blocks and needs no task. What an engine
+        # that has just died cannot take any more waits there until _watch tells the sinks.
+        self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Take all messages that have come. An engine that was faster than its reader is caught up

@@ -25,8 +25,10 @@ from pageserve.messages import (
     AddRequest,
     EngineDead,
     EngineReady,
+    LoadModel,
     RequestOutput,
     SchedulerStats,
+    Shutdown,
     StepOutputs,
     TokenLogprobs,
 )
@@ -127,10 +129,11 @@ def hasty_engine(config, request_address: str, output_address: str) -> None:
     """An engine that sends ten steps of two requests at once, and dies."""
     context = zmq.Context()
     requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    requests.connect(request_address)
+    requests.bind(request_address)
     outputs.connect(output_address)
     outputs.send(msgspec.msgpack.encode(READY))
-    requests.recv(), requests.recv()
+    for _ in range(3):  # one tells it what to load
+        requests.recv()
     for n in range(10):
         step = [RequestOutput("a", [n]), RequestOutput("b", [n], "length" if n == 9 else None)]
         outputs.send(msgspec.msgpack.encode(StepOutputs(step, SchedulerStats(steps_total=n + 1))))
@@ -322,6 +325,19 @@ def test_stop_in_a_loop_that_has_cancelled_everything(monkeypatch):
     asyncio.run(run())
 
 
+class ToldToLoad:
+    """A socket that brings the first message and then nothing."""
+
+    def __init__(self) -> None:
+        self.messages = [msgspec.msgpack.encode(LoadModel("/models/tiny"))]
+
+    def poll(self, _: int) -> int:
+        return len(self.messages)
+
+    def recv(self) -> bytes:
+        return self.messages.pop()
+
+
 def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     class Busy:
         ready, num_steps, last_step = None, 0, None
@@ -343,15 +359,45 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
         def close(self) -> None:
             pass
 
-    class Silent:
-        def poll(self, _: int) -> int:
-            return 0
-
-    parents = itertools.chain([7] * 4, itertools.repeat(1))
+    parents = itertools.chain([7] * 5, itertools.repeat(1))
     monkeypatch.setattr(core, "EngineCore", Busy)
     monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
-    process._serve(EngineConfig(), Silent(), lambda _: None)
+    process._serve(EngineConfig(), ToldToLoad(), lambda _: None)
     assert Busy.num_steps == 3
+
+
+@pytest.mark.parametrize("told_to_leave", [False, True])
+def test_engine_whose_parent_never_names_a_model_leaves(told_to_leave, monkeypatch):
+    """It has only prepared, as the parent found a mistake in a flag, say, or was killed."""
+    socket = ToldToLoad()
+    socket.messages = [msgspec.msgpack.encode(Shutdown())] if told_to_leave else []
+    parents = itertools.chain([7] * 4, itertools.repeat(1))
+    monkeypatch.setattr(core, "EngineCore", None)
+    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    process._serve(EngineConfig(), socket, lambda _: None)
+
+
+def test_an_engine_launched_early_prepares_and_loads_what_it_is_told(tiny_checkpoint):
+    """Where the model is may take long to find out; what else the engine needs it has by then."""
+
+    async def run():
+        client = ProcessClient(config("owner/name-of-a-hub"))
+        client.launch()
+        first = client._process
+        await asyncio.sleep(0.2)
+        await client.start(str(tiny_checkpoint("llama")))
+        await until(lambda: client.ready is not None or client.dead is not None)
+        assert client.dead is None and client._process is first
+        assert len(await Reader(client, request("r", 3)).read()) > 0
+        await client.stop()
+        assert first.exitcode == 0
+        never_started = ProcessClient(config("nothing"))
+        never_started.launch()
+        await never_started.stop()
+        assert never_started._process.exitcode == -signal.SIGKILL
+        assert not Path(never_started._directory).exists()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(("device", "triton"), [("auto", True), ("auto", False), ("cpu", True)])
@@ -368,7 +414,7 @@ def test_a_compiler_started_for_a_gpu_is_not_left_behind(device, triton, monkeyp
     monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: triton or None)
     monkeypatch.setattr(core, "EngineCore", Failing)
     with pytest.raises(ConfigError):
-        process._serve(EngineConfig(ModelArgs(device=device)), None, lambda _: None)
+        process._serve(EngineConfig(ModelArgs(device=device)), ToldToLoad(), lambda _: None)
     assert [compiler is not None for compiler in given] == [device == "auto" and triton]
     assert all(compiler.returncode == -signal.SIGKILL for compiler in given if compiler)
 
