@@ -5,13 +5,7 @@ from fakes import byte_tokenizer
 from helpers import make_tokenizer
 from llguidance import LLMatcher
 
-from pageserve.core.structured_output import QUICK_MASKS, StructuredOutputManager
-from pageserve.grammar import (
-    GrammarError,
-    compile_grammar,
-    llguidance_tokenizer,
-    vocabulary_size,
-)
+from pageserve.grammar import GrammarError, compile_grammar, llguidance_tokenizer
 from pageserve.tokenizer import Tokenizer, build_gguf_tokenizer, load_tokenizer
 
 
@@ -111,32 +105,3 @@ def test_a_model_without_an_end():
 def test_bad_grammars(grammar):
     with pytest.raises(GrammarError):
         compile_grammar(grammar, llguidance_tokenizer(byte_tokenizer()))
-
-
-@pytest.mark.parametrize("cut", [0, 1, 40])
-def test_masks_of_a_step_are_computed_in_one_call(tokenizer, cut):
-    """For vocabularies of any size, and for models that know fewer tokens or no end: what the
-    executor writes is as wide as llguidance says, and no grammar is left to its own mask."""
-    for seen_by_engine in (tokenizer, sentencepiece(bos_token="<s>")):
-        seen = llguidance_tokenizer(seen_by_engine)
-        assert seen.vocab_size == vocabulary_size(seen_by_engine)
-        masks = StructuredOutputManager(
-            lambda text, seen=seen: compile_grammar(text, seen),
-            seen_by_engine.size - cut,
-            seen.eos_tokens,
-            vocabulary_size(seen_by_engine),
-        )
-        live = []
-        for i, pattern in enumerate(["ab*", "a[^a]*", "a(b|c)"]):
-            live.append(masks.add(str(i), LLMatcher.grammar_from_regex(pattern), (), False))
-        while any(grammar.waits for grammar in live):
-            masks.take(30, idle=True)
-        (token_id,) = seen.tokenize_str("a")
-        for grammar in live:
-            grammar.num_quick = QUICK_MASKS
-            masks.accept(grammar, token_id, 0)
-        masks.flush()
-        masks.take()
-        alone = [masks._outlook(grammar.matcher).bitmask for grammar in live]
-        assert [grammar.bitmask for grammar in live] == alone and len(set(alone)) == 3
-        assert masks._compute_masks([grammar.matcher for grammar in live]) != [None] * 3

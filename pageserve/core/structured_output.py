@@ -13,7 +13,6 @@ With trigger ids a grammar is dormant until one of them is sampled, in force fro
 and dormant again after its end.
 """
 
-import ctypes
 import logging
 import os
 import queue
@@ -25,7 +24,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
 
 from pageserve.utils import cdiv
 
@@ -153,9 +154,8 @@ class StructuredOutputManager:
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._results = _Results()
         self._executor: LLExecutor | None = None  # made when first needed: it starts threads
-        # llguidance's masks, LOOP_MASKS of them, each as wide as its own vocabulary.
-        self._stride = cdiv(vocab_size if num_tokens is None else num_tokens, 32) * 4
-        self._masks = ctypes.create_string_buffer(LOOP_MASKS * self._stride)
+        words = cdiv(vocab_size if num_tokens is None else num_tokens, 32)
+        self._masks = np.zeros((LOOP_MASKS, words), dtype=np.int32)
         self._compile_jobs = _Threads("compile", COMPILE_THREADS, self._results)
         self._mask_jobs = _Threads("mask", MASK_THREADS, self._results)
         self._advances: list[tuple[Grammar, int]] = []  # by the tokens of a step
@@ -229,11 +229,9 @@ class StructuredOutputManager:
             if self._executor is None:
                 self._executor = LLExecutor(EXECUTOR_THREADS)
             places = [(matcher, i) for i, matcher in enumerate(matchers)]
-            address = ctypes.addressof(self._masks)
             try:
-                self._executor.unsafe_compute_mask_ptr(places, address, self._stride, LOOP_MASKS)
-                found = memoryview(self._masks)
-                return [bytes(found[i * self._stride :][: self._mask_size]) for _, i in places]
+                fill_next_token_bitmask_par(self._executor, places, self._masks)
+                return [self._masks[i].tobytes() for _, i in places]
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException:  # whose it is will show

@@ -372,12 +372,7 @@ def test_quick_masks_are_the_loops_own_business(monkeypatch):
 
 
 class Panics:
-    """A matcher, or an executor, that fails."""
-
-    def __init__(self, num_threads: int = 0) -> None: ...
-
-    def unsafe_compute_mask_ptr(self, *_: object) -> None:
-        raise RuntimeError("out of order, too")
+    """A matcher that fails."""
 
     def consume_token(self, token_id: int) -> bool:
         raise RuntimeError("out of order")
@@ -390,7 +385,7 @@ def test_masks_computed_side_by_side_are_those_of_each_alone(whole_batch_fails, 
     grammar = REGEX("abcd|bb[ab]*|c(da*b|e)|d[a-d]*")
     words = ["abcd", "bbbb", "cdab", "ab9_", "dddd", "dabc"]
     if whole_batch_fails:
-        monkeypatch.setattr(structured_output, "LLExecutor", Panics)
+        monkeypatch.setattr(structured_output, "fill_next_token_bitmask_par", None)
     outcomes = []
     for in_loop in (False, True):
         grammars = manager(compile_grammar)
