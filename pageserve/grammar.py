@@ -51,17 +51,6 @@ class _Vocabulary:
         return self.greedy.greedy_tokenize(data.decode())
 
 
-def vocabulary_size(tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> int:
-    """Return how many tokens :func:`llguidance_tokenizer` of the same arguments has."""
-    return tokenizer.size + (not _ends(tokenizer, eos_token_ids))
-
-
-def _ends(tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    if not eos_token_ids and tokenizer.eos_token_id is not None:
-        eos_token_ids = (tokenizer.eos_token_id,)
-    return tuple(i for i in eos_token_ids if i < tokenizer.size)
-
-
 @functools.lru_cache(maxsize=4)
 def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> LLTokenizer:
     """Return llguidance's view of ``tokenizer``, made once (it takes a fraction of a second).
@@ -69,7 +58,9 @@ def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = 
     ``eos_token_ids`` are the ids that may end a text where its grammar may end; none given means
     the tokenizer's own. To validate a grammar they do not matter. Threads may share the result.
     """
-    eos_token_ids = _ends(tokenizer, eos_token_ids)
+    if not eos_token_ids and tokenizer.eos_token_id is not None:
+        eos_token_ids = (tokenizer.eos_token_id,)
+    eos_token_ids = tuple(i for i in eos_token_ids if i < tokenizer.size)
     vocabulary = _Vocabulary(tokenizer, eos_token_ids)
     result = LLTokenizer(
         TokenizerWrapper(vocabulary),

@@ -5,15 +5,14 @@
 
 Threads do what takes time and needs no lock: llguidance lets others run while it compiles a grammar
 and while it computes which tokens may follow. All state belongs to the loop, which hands work out
-and takes results in. But most masks take some 50 µs, less than it costs to hand them to a thread,
-which then waits for the interpreter's lock: grammars whose last masks were quick are advanced by
-the loop itself, all of a step in one call that llguidance spreads over threads of its own.
+and takes results in. But most masks take 10 µs, less than it costs to hand them to a thread, which
+then waits for the interpreter's lock: a grammar whose last masks were that quick is advanced by the
+loop itself.
 
 With trigger ids a grammar is dormant until one of them is sampled, in force from the next token on,
 and dormant again after its end.
 """
 
-import logging
 import os
 import queue
 import threading
@@ -22,23 +21,17 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numpy as np
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance import LLMatcher
 
 from pageserve.utils import cdiv
-
-logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 256  # compiled grammars kept
 COMPILE_THREADS = 1
 MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-EXECUTOR_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # for masks that the loop waits for
-QUICK_SECONDS = 300e-6  # of CPU that a quick mask takes at most
-QUICK_MASKS = 4  # in a row make a quick grammar, until the loop has had to wait
-LOOP_SECONDS = 2e-3  # that the loop waits for the masks of a step before it trusts none of them
+QUICK_SECONDS = 50e-6  # of CPU that a quick mask takes at most
+QUICK_MASKS = 4  # in a row make a quick grammar, until one is not
 LOOP_MASKS = 32  # of a step that the loop computes itself
 
 
@@ -135,11 +128,9 @@ class StructuredOutputManager:
         compile: Callable[[str], LLMatcher],
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
-        num_tokens: int | None = None,
     ) -> None:
         """``compile`` runs in a thread; what it raises ends the requests that wait for it. Masks
-        have ``vocab_size`` bits, rounded up to whole 32-bit words. ``num_tokens`` is the size of
-        llguidance's vocabulary, if another."""
+        have ``vocab_size`` bits, rounded up to whole 32-bit words."""
         self.num_cache_hits = 0
         self.num_compiled = 0
         self.num_compiling = 0  # under way
@@ -153,9 +144,6 @@ class StructuredOutputManager:
         self._behind_vocab = [(i, (1 << max(0, vocab_size - 8 * i)) - 1) for i in rest]
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._results = _Results()
-        self._executor: LLExecutor | None = None  # made when first needed: it starts threads
-        words = cdiv(vocab_size if num_tokens is None else num_tokens, 32)
-        self._masks = np.zeros((LOOP_MASKS, words), dtype=np.int32)
         self._compile_jobs = _Threads("compile", COMPILE_THREADS, self._results)
         self._mask_jobs = _Threads("mask", MASK_THREADS, self._results)
         self._advances: list[tuple[Grammar, int]] = []  # by the tokens of a step
@@ -196,47 +184,16 @@ class StructuredOutputManager:
         """Begin with the masks behind all tokens of a step; quick ones are there when it returns,
         for :meth:`take`."""
         advances, self._advances = self._advances, []
-        quick = [a for a in advances if a[0].num_quick >= QUICK_MASKS][:LOOP_MASKS]
-        if quick:
-            self._advance_all(quick)
-        if len(quick) < len(advances):
-            done = {id(grammar) for grammar, _ in quick}
-            self._mask_jobs.put(
-                [partial(self._run_advance, *a) for a in advances if id(a[0]) not in done]
-            )
-
-    def _advance_all(self, advances: list[tuple[Grammar, int]]) -> None:
-        """Advance grammars here and now, side by side where there are several."""
-        start = time.perf_counter()
-        matchers: dict[Grammar, LLMatcher] = {}
+        jobs: list[_Job] = []
+        room = LOOP_MASKS
         for grammar, token_id in advances:
-            consumed = _safely(partial(self._consume, grammar, token_id))
-            if isinstance(consumed, Outlook):
-                self._results.put(partial(self._advanced, grammar, consumed))
+            if grammar.num_quick >= QUICK_MASKS and room:
+                self._results.put(self._run_advance(grammar, token_id))
+                room = room - 1 if grammar.num_quick else 0  # the others may have become slow, too
             else:
-                matchers[grammar] = consumed
-        masks = self._compute_masks(list(matchers.values()))
-        for (grammar, matcher), mask in zip(matchers.items(), masks, strict=True):
-            outlook = _safely(partial(self._outlook, matcher, mask))
-            self._results.put(partial(self._advanced, grammar, outlook))
-        if time.perf_counter() - start > LOOP_SECONDS:
-            for grammar, _ in advances:
-                grammar.num_quick = 0
-
-    def _compute_masks(self, matchers: list[LLMatcher]) -> list[bytes | None]:
-        """Return the matchers' masks, None where each has to be asked for its own."""
-        if len(matchers) > 1:
-            if self._executor is None:
-                self._executor = LLExecutor(EXECUTOR_THREADS)
-            places = [(matcher, i) for i, matcher in enumerate(matchers)]
-            try:
-                fill_next_token_bitmask_par(self._executor, places, self._masks)
-                return [self._masks[i].tobytes() for _, i in places]
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException:  # whose it is will show
-                logger.debug("masks are computed one by one", exc_info=True)
-        return [None] * len(matchers)
+                jobs.append(partial(self._run_advance, grammar, token_id))
+        if jobs:
+            self._mask_jobs.put(jobs)
 
     def forget_masks(self) -> None:
         """Expect none of those under way any more: their requests have ended."""
@@ -279,7 +236,7 @@ class StructuredOutputManager:
             first = self._outlook(matcher.deep_copy())
         except BaseException as error:  # also a panic, which is no Exception: it ends the
             # requests that use the grammar, never the thread or the engine
-            first = _failure(error)
+            first = Outlook(None, error=_first_line(str(error)) or type(error).__name__)
         seconds = time.monotonic() - start
         return lambda: self._compiled(compiled, matcher, first, seconds)
 
@@ -291,23 +248,22 @@ class StructuredOutputManager:
         return lambda: self._advanced(grammar, outlook)
 
     def _advance(self, grammar: Grammar, token_id: int) -> Outlook:
-        return _safely(lambda: self._outlook(self._consume(grammar, token_id)))
+        try:
+            if grammar.matcher is None:
+                assert grammar.compiled.matcher is not None, "a token before the first mask"
+                grammar.matcher = grammar.compiled.matcher.deep_copy()
+            grammar.matcher.consume_token(token_id)
+            return self._outlook(grammar.matcher)
+        except (KeyboardInterrupt, SystemExit):  # meant for the loop
+            raise
+        except BaseException as error:
+            return Outlook(None, error=_first_line(str(error)) or type(error).__name__)
 
-    def _consume(self, grammar: Grammar, token_id: int) -> LLMatcher:
-        if grammar.matcher is None:
-            assert grammar.compiled.matcher is not None, "a token before the first mask"
-            grammar.matcher = grammar.compiled.matcher.deep_copy()
-        grammar.matcher.consume_token(token_id)
-        return grammar.matcher
-
-    def _outlook(self, matcher: LLMatcher, mask: bytes | None = None) -> Outlook:
-        """Return what may follow, of which ``mask`` is what llguidance has computed already; an end
-        that nothing but EOS may follow is an end."""
+    def _outlook(self, matcher: LLMatcher) -> Outlook:
+        """Compute what may follow; an end that nothing but EOS may follow is an end."""
         if not matcher.is_stopped():
             bits = bytearray(self._mask_size)
-            if mask is None:
-                mask = matcher.compute_bitmask()
-            mask = mask[: self._mask_size]
+            mask = matcher.compute_bitmask()[: self._mask_size]
             bits[: len(mask)] = mask
             for place, kept in self._behind_vocab:
                 bits[place] &= kept
@@ -401,23 +357,6 @@ class _Threads:
                 ).start()
             weakref.finalize(self, _stop, self._jobs, self._count)
         self._jobs.put((jobs, self._results))
-
-
-T = TypeVar("T")
-
-
-def _safely(call: Callable[[], T]) -> T | Outlook:
-    """Return what ``call`` does, or the error that it raises as an outlook."""
-    try:
-        return call()
-    except (KeyboardInterrupt, SystemExit):  # meant for the loop
-        raise
-    except BaseException as error:
-        return _failure(error)
-
-
-def _failure(error: BaseException) -> Outlook:
-    return Outlook(None, error=_first_line(str(error)) or type(error).__name__)
 
 
 def _first_line(text: str) -> str | None:

@@ -19,7 +19,7 @@ from pageserve.config import EngineConfig
 from pageserve.core.scheduler import Scheduler
 from pageserve.core.structured_output import StructuredOutputManager
 from pageserve.engine.timeline import Timeline, open_trace
-from pageserve.grammar import compile_grammar, llguidance_tokenizer, vocabulary_size
+from pageserve.grammar import compile_grammar, llguidance_tokenizer
 from pageserve.kernels.compiler_process import CompilerProcess
 from pageserve.messages import (
     AddRequest,
@@ -76,7 +76,6 @@ class EngineCore:
                 _compiler(self.worker.tokenizer, tuple(model_config.eos_token_ids)),
                 self.worker.runner.vocab_limit,
                 model_config.eos_token_ids,
-                vocabulary_size(self.worker.tokenizer, tuple(model_config.eos_token_ids)),
             ),
         )
         self.ready = EngineReady(
