@@ -37,6 +37,7 @@ from pageserve.worker.worker import Worker
 MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks at most, while others may be running
 MASK_MARGIN = 0.00005  # seconds that a wait for the device has to last to be one
 MASK_SHARE = 0.02  # of a step's time, which may be waited for masks whatever the device does
+SLACK_STEPS = 6  # the last ones, which tell how long the next step may wait
 IDLE_TIMEOUT = 0.002  # the same if nothing else can run; the caller may have new requests then
 
 
@@ -98,8 +99,8 @@ class EngineCore:
         gc.freeze()  # a full collection must not walk the model and the libraries in mid-step
         self._depth = scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, StepStats]] = deque()
-        # Seconds of the last step that the loop did nothing but wait, and all of them.
-        self._slack = 0.0
+        # Seconds of the last steps that the loop did nothing but wait, and of the last one all.
+        self._slacks = deque([0.0], maxlen=SLACK_STEPS)
         self._step_seconds = 0.0
         self._ready = 0.0  # when its results were there
         self.last_step: StepStats | None = None  # that :meth:`step` absorbed, if it did
@@ -164,7 +165,8 @@ class EngineCore:
         done = time.monotonic()
         # A result that was there already may have been for long: then masks had too much time.
         waited = ready - start
-        self._slack = masked - begun + waited if waited > MASK_MARGIN else (masked - begun) / 2
+        slack = masked - begun + waited if waited > MASK_MARGIN else (masked - begun) / 2
+        self._slacks.append(slack)
         self._step_seconds, self._ready = ready - self._ready, ready
         self.last_step.wait_seconds = ready - start
         self.last_step.update_seconds = done - ready
@@ -174,9 +176,10 @@ class EngineCore:
 
     def _mask_timeout(self) -> float:
         """Return how long masks may hold up the next step: no longer than the device is busy with
-        the one before anyway, as far as the last step tells, so that they cost other rows next to
-        nothing; a row whose mask is late runs in a later step."""
-        spare = max(self._slack - MASK_MARGIN, MASK_SHARE * self._step_seconds)
+        the one before anyway, as far as the last steps tell, so that they cost other rows next to
+        nothing; a row whose mask is late runs in a later step. Steps with masks take longer to
+        launch than those between them, so the scarcest of several counts."""
+        spare = max(min(self._slacks) - MASK_MARGIN, MASK_SHARE * self._step_seconds)
         return min(MASK_TIMEOUT, spare)
 
     def prepare_idle(self) -> bool:

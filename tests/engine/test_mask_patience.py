@@ -1,12 +1,14 @@
 """How long the engine's loop waits for grammars' masks, on a clock that only the fakes move."""
 
+import itertools
 from collections import deque
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 
 from pageserve.engine import core
-from pageserve.engine.core import MASK_TIMEOUT, EngineCore
+from pageserve.engine.core import MASK_TIMEOUT, SLACK_STEPS, EngineCore
 
 HOST = 0.0002  # seconds to plan and launch a step
 
@@ -15,8 +17,9 @@ class Machine:
     """A device that takes ``step`` seconds a step, one after the other, and masks that never come:
     every wait for them lasts as long as it may."""
 
-    def __init__(self, step: float, synchronous: bool) -> None:
+    def __init__(self, step: float, synchronous: bool, launches: Iterable[float] = (HOST,)) -> None:
         self.now = 100.0
+        self.launches = itertools.cycle(launches)
         self.step = step
         self.synchronous = synchronous
         self.free = 0.0  # when the device has done all it was given
@@ -31,7 +34,7 @@ class Machine:
         return []
 
     def execute(self, plan: object) -> object:
-        self.now += HOST
+        self.now += next(self.launches)
         self.free = done = max(self.free, self.now) + self.step
         if self.synchronous:
             self.now = done
@@ -47,7 +50,8 @@ def run(machine: Machine, depth: int, monkeypatch: pytest.MonkeyPatch, steps: in
     monkeypatch.setattr(core, "time", machine)
     engine = EngineCore.__new__(EngineCore)
     engine._depth, engine._in_flight, engine._timeline = depth, deque(), None
-    engine._slack = engine._step_seconds = engine._ready = 0.0
+    engine._slacks = deque([0.0], maxlen=SLACK_STEPS)
+    engine._step_seconds = engine._ready = 0.0
     engine.worker = SimpleNamespace(execute=machine.execute, replayed_tokens=0)  # type: ignore[assignment]
     engine.scheduler = SimpleNamespace(  # type: ignore[assignment]
         absorb_grammars=machine.absorb_grammars,
@@ -69,6 +73,13 @@ def test_masks_take_no_time_from_a_device_that_runs_ahead(step, monkeypatch):
     assert run(machine, 2, monkeypatch) < 1.05 * max(step, HOST)
     if step > 2 * MASK_TIMEOUT:
         assert machine.waits[-1] == MASK_TIMEOUT  # which is to spare
+
+
+@pytest.mark.parametrize("launches", [(0.0003, 0.0008), (0.0002, 0.0002, 0.00085)])
+def test_steps_that_take_long_to_launch_leave_no_time_for_masks(launches, monkeypatch):
+    """As those with masks do: what the steps between them have to spare is not theirs."""
+    machine = Machine(0.0009, synchronous=False, launches=launches)
+    assert run(machine, 2, monkeypatch, 6 * 30) < 1.05 * machine.step
 
 
 @pytest.mark.parametrize("step", [0.0003, 0.005, 0.06])
