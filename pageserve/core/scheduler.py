@@ -594,6 +594,11 @@ class Scheduler:
             self._drop_finished()
         return outputs
 
+    def begin_masks(self) -> None:
+        """Have the masks computed that are not there yet, while the caller waits."""
+        if self.structured_output is not None:
+            self.structured_output.begin()
+
     def _advance_grammar(self, request: Request, grammar: Grammar, token_id: int) -> None:
         """Give the newest token to the grammar. If it puts the grammar in force, tokens in flight
         are stale: their positions are planned again, like those of rejected draft tokens."""

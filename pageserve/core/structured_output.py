@@ -147,6 +147,7 @@ class StructuredOutputManager:
         self._compile_jobs = _Threads("compile", COMPILE_THREADS, self._results)
         self._mask_jobs = _Threads("mask", MASK_THREADS, self._results)
         self._advances: list[tuple[Grammar, int]] = []  # by the tokens of a step
+        self._jobs: list[_Job] = []  # for the threads
         self._pending: set[Grammar] = set()  # whose mask is to come
 
     def add(
@@ -172,7 +173,7 @@ class StructuredOutputManager:
 
     def accept(self, grammar: Grammar, token_id: int, num_in_flight: int) -> None:
         """Let a grammar know the request's newest token, behind which ``num_in_flight`` more are
-        under way (none if the grammar is in force). The mask is under way after :meth:`flush`."""
+        under way (none if the grammar is in force). :meth:`flush` sees to the mask."""
         if grammar.active:
             grammar.bitmask = None
             self._pending.add(grammar)
@@ -181,23 +182,29 @@ class StructuredOutputManager:
             grammar.start(num_in_flight)
 
     def flush(self) -> None:
-        """Begin with the masks behind all tokens of a step; quick ones are there when it returns,
-        for :meth:`take`."""
+        """Turn to the masks behind all tokens of a step: quick ones are there when it returns, for
+        :meth:`take`, and the others are left to :meth:`begin`."""
         advances, self._advances = self._advances, []
-        jobs: list[_Job] = []
         room = LOOP_MASKS
         for grammar, token_id in advances:
             if grammar.num_quick >= QUICK_MASKS and room:
                 self._results.put(self._run_advance(grammar, token_id))
                 room = room - 1 if grammar.num_quick else 0  # the others may have become slow, too
             else:
-                jobs.append(partial(self._run_advance, grammar, token_id))
-        if jobs:
-            self._mask_jobs.put(jobs)
+                self._jobs.append(partial(self._run_advance, grammar, token_id))
+
+    def begin(self) -> None:
+        """Let the threads begin with the masks that are left to them. The best time is when the
+        loop is about to wait for the device: whenever it needs the interpreter's lock back, after
+        each copy and launch, it may have to wait for a thread that has taken it."""
+        if self._jobs:
+            self._mask_jobs.put(self._jobs)
+            self._jobs = []
 
     def forget_masks(self) -> None:
         """Expect none of those under way any more: their requests have ended."""
         self._advances = []
+        self._jobs = []
         self._pending.clear()
 
     def ends_with(self, grammar: Grammar, token_id: int) -> bool:
@@ -214,6 +221,8 @@ class StructuredOutputManager:
         Waits up to ``timeout`` seconds for masks under way; if only compilations are, for the first
         result where the caller is ``idle``, else not: a compilation may take long, and a step that
         waited for it would hold up everybody."""
+        if timeout:
+            self.begin()
         changed: list[Grammar] = []
         end = time.monotonic() + timeout if timeout else 0.0
         while self._pending or self.num_compiling:

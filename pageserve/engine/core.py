@@ -35,6 +35,7 @@ from pageserve.worker.model_runner import StepHandle
 from pageserve.worker.worker import Worker
 
 MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks at most, while others may be running
+WORTH_WAITING = 0.0002  # seconds: in less than that hardly any mask is ready
 MASK_MARGIN = 0.00005  # seconds that a wait for the device has to last to be one
 MASK_SHARE = 0.02  # of a step's time, which may be waited for masks whatever the device does
 SLACK_STEPS = 6  # the last ones, which tell how long the next step may wait
@@ -158,6 +159,7 @@ class EngineCore:
                 self.scheduler.absorb_grammars(IDLE_TIMEOUT, idle=True)
             )
         plan, handle, self.last_step = self._in_flight.popleft()
+        self.scheduler.begin_masks()
         start = time.monotonic()
         result = handle.result()
         ready = time.monotonic()
@@ -180,7 +182,7 @@ class EngineCore:
         nothing; a row whose mask is late runs in a later step. Steps with masks take longer to
         launch than those between them, so the scarcest of several counts."""
         spare = max(min(self._slacks) - MASK_MARGIN, MASK_SHARE * self._step_seconds)
-        return min(MASK_TIMEOUT, spare)
+        return min(MASK_TIMEOUT, spare) if spare > WORTH_WAITING else 0.0
 
     def prepare_idle(self) -> bool:
         """Use a moment without work to prepare for later steps; False: nothing is left to do."""

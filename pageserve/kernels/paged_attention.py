@@ -56,8 +56,8 @@ def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
     if rows <= 8:
         return DecodeConfig(128, 4, 4, 2)
     if head_dim <= 64:
-        return DecodeConfig(128, 4, 2, 3 if rows <= 64 else 4)
-    return DecodeConfig(128, 4, 2, 2) if rows <= 64 else DecodeConfig(32, 4, 5, 4)
+        return DecodeConfig(128, 4, 3, 3)
+    return DecodeConfig(128, 4, 2, 2) if rows <= 64 else DecodeConfig(64, 4, 2, 4)
 
 
 def num_decode_programs(device: torch.device, num_kv_heads: int, per_sm: int) -> int:

@@ -304,7 +304,8 @@ def test_only_who_is_idle_waits_for_a_compilation(idle):
 
 @pytest.mark.parametrize("num_masks", [1, 2, 7])
 def test_masks_of_a_step_come_together(num_masks):
-    """One thread is woken for all of them, and the loop once when all are there."""
+    """One thread is woken for all of them, not before the loop has time for it, and the loop once
+    when all are there."""
     grammars = manager(compile_grammar)
     live = [grammars.add(str(i), NUMBER, (), False) for i in range(num_masks)]
     grammars.take(30, idle=True)
@@ -316,6 +317,9 @@ def test_masks_of_a_step_come_together(num_masks):
         assert grammar.waits
     assert grammars.take(0.01) == [] and woken == []
     grammars.flush()
+    assert grammars.take() == [] and woken == []
+    grammars.begin()
+    grammars.begin()
     changed = grammars.take(30)
     assert sorted(map(id, changed)) == sorted(map(id, live)) and woken == [num_masks]
     assert not any(grammar.waits for grammar in live)
