@@ -34,8 +34,8 @@ def serve(argv: Sequence[str]) -> int:
     from pageserve.engine.process import ProcessClient
 
     client = ProcessClient(config)
-    client.launch()  # first of all: it imports for seconds, and so do we
     try:
+        client.launch()  # first of all: it imports for seconds, and so do we
         from pageserve.api.server import run_server
 
         return run_server(client, config, server_args)

@@ -70,6 +70,7 @@ IDLE_POLL_MS = 1000  # how long an idle engine waits before it looks for its par
 STOP_TIMEOUT = 10.0  # seconds between Shutdown and kill
 POLLIN = int(zmq.POLLIN)  # plain, for it is asked for once a message
 NVIDIA_DEVICE = "/dev/nvidiactl"  # there where the driver is
+IPC = "ipc://"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the front-end decides what these mean
 
 
@@ -102,7 +103,15 @@ def run_engine(config: EngineConfig, request_address: str, output_address: str) 
         send(EngineDead(_one_line(error)))
         code = 1
     context.destroy(linger=2000)
+    if _orphaned():  # who would have done so has not: a SIGKILL, or a signal while it imported
+        shutil.rmtree(os.path.dirname(request_address.removeprefix(IPC)), ignore_errors=True)
     sys.exit(code)
+
+
+def _orphaned() -> bool:
+    """Whether the front-end is gone, be it since before this process could look for it."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and os.getppid() != parent.pid
 
 
 class _LogSender(logging.Handler):
@@ -144,9 +153,8 @@ def _serve(
 
 def _wait_for_model(requests: zmq.Socket[bytes]) -> str | None:
     """Return the path of the model to load, None if the parent is gone."""
-    parent = os.getppid()
     while not requests.poll(IDLE_POLL_MS):
-        if os.getppid() != parent:
+        if _orphaned():
             return None
     message = msgspec.msgpack.decode(requests.recv(), type=LoadModel | Shutdown)
     return message.path if isinstance(message, LoadModel) else None
@@ -165,7 +173,6 @@ def _may_compile(config: EngineConfig) -> bool:
 def _loop(
     core: "EngineCore", requests: zmq.Socket[bytes], send: Callable[[EngineMessage], None]
 ) -> None:
-    parent = os.getppid()
     send(core.ready)
     decoder = msgspec.msgpack.Decoder(EngineRequest)
     last_sent = time.monotonic()
@@ -174,7 +181,7 @@ def _loop(
         if not core.has_work() and not requests.poll(IDLE_POLL_MS):
             while core.prepare_idle() and not requests.poll(0):
                 pass  # nobody has come for a while, and the first who does waits for one at most
-        if os.getppid() != parent:  # also with work: nobody would take its outputs
+        if _orphaned():  # also with work: nobody would take its outputs
             return
         while requests.poll(0):
             request = decoder.decode(requests.recv())
@@ -255,6 +262,7 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._stopping = False
+        self._directory = ""  # not there yet
         self._process: multiprocessing.process.BaseProcess | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -283,8 +291,8 @@ class ProcessClient:
     def launch(self) -> None:
         """Spawn the process, which prepares for :meth:`start` meanwhile; :meth:`kill` ends it."""
         self._directory = tempfile.mkdtemp(prefix="pageserve-")
-        request_address = f"ipc://{self._directory}/requests"
-        output_address = f"ipc://{self._directory}/outputs"
+        request_address = f"{IPC}{self._directory}/requests"
+        output_address = f"{IPC}{self._directory}/outputs"
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._requests.set(zmq.SNDHWM, 0)
@@ -340,9 +348,10 @@ class ProcessClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self) -> None:
-        """End the engine process at once, if it has not ended, without waiting."""
-        if self._process is not None:
+        """End the engine process at once, without waiting, however far it or :meth:`launch` is."""
+        if self._process is not None and self._process.pid is not None:
             self._process.kill()
+        if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def submit(self, request: AddRequest, sink: OutputSink) -> None:

@@ -10,13 +10,15 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ServerProcess, run_to_exit
+from server_process import ROOT, ServerProcess, run_to_exit
 
 CMPL = "/v1/completions"
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 32_000, "ignore_eos": True}
@@ -114,6 +116,30 @@ def test_signals_to_the_whole_group_during_the_load(start, number, seconds):
         assert server.process.wait(10) == 0
         assert "Traceback" not in server.text()
         wait(lambda: not _group_lives(group))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_engine_is_not_left_behind_by_a_server_that_ends_during_its_imports(number, tmp_path):
+    """Before it can drain, or for good. The engine still imports, too: when it first looks for its
+    parent, that is another one."""
+    server = subprocess.Popen(
+        [sys.executable, "server.py", "--port", "0"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    pids: list[int] = []
+
+    def launched() -> bool:
+        pids[:] = map(int, children.read_text().split())
+        return any(b"spawn_main" in Path(f"/proc/{i}/cmdline").read_bytes() for i in pids)
+
+    wait(launched)
+    time.sleep(0.2)  # it has read what it is to do
+    server.send_signal(number)
+    assert server.wait(10) == -number
+    wait(lambda: not any(map(alive, pids)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_second_signal_during_the_load_leaves_at_once(start):

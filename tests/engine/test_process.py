@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 import zmq
 
+from pageserve import cli
 from pageserve.config import CacheArgs, ConfigError, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError, merge
@@ -359,9 +361,9 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
         def close(self) -> None:
             pass
 
-    parents = itertools.chain([7] * 5, itertools.repeat(1))
+    orphaned = itertools.chain([False] * 3, itertools.repeat(True))
     monkeypatch.setattr(core, "EngineCore", Busy)
-    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(process, "_orphaned", lambda: next(orphaned))
     process._serve(EngineConfig(), ToldToLoad(), lambda _: None)
     assert Busy.num_steps == 3
 
@@ -371,9 +373,9 @@ def test_engine_whose_parent_never_names_a_model_leaves(told_to_leave, monkeypat
     """It has only prepared, as the parent found a mistake in a flag, say, or was killed."""
     socket = ToldToLoad()
     socket.messages = [msgspec.msgpack.encode(Shutdown())] if told_to_leave else []
-    parents = itertools.chain([7] * 4, itertools.repeat(1))
+    orphaned = itertools.chain([False] * 3, itertools.repeat(True))
     monkeypatch.setattr(core, "EngineCore", None)
-    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(process, "_orphaned", lambda: next(orphaned))
     process._serve(EngineConfig(), socket, lambda _: None)
 
 
@@ -398,6 +400,41 @@ def test_an_engine_launched_early_prepares_and_loads_what_it_is_told(tiny_checkp
         assert not Path(never_started._directory).exists()
 
     asyncio.run(run())
+
+
+def test_interrupt_while_the_engine_is_launched(monkeypatch):
+    """It comes when the launch unblocks signals. An engine left behind, which ignores what
+    multiprocessing ends children by, would wait for a model, and this process for the engine."""
+    launched = []
+
+    def start_and_interrupt(self) -> None:
+        launched.append(self)
+        signal.raise_signal(signal.SIGINT)
+        real(self)
+
+    spawn = type(process.multiprocessing.get_context("spawn").Process())
+    real = spawn.start
+    directories = set(Path(tempfile.gettempdir()).glob("pageserve-*"))
+    monkeypatch.setattr(spawn, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cli.serve([])
+    (engine,) = launched
+    engine.join(10)
+    assert engine.exitcode == -signal.SIGKILL
+    assert set(Path(tempfile.gettempdir()).glob("pageserve-*")) <= directories
+
+
+def test_what_fails_before_there_is_an_engine(monkeypatch):
+    def fail(_: object) -> None:
+        raise OSError("no more processes")
+
+    client = ProcessClient(EngineConfig())
+    client.kill()
+    monkeypatch.setattr(process, "_start", fail)
+    with pytest.raises(OSError, match="no more"):
+        client.launch()
+    client.kill()
+    assert not Path(client._directory).exists()
 
 
 @pytest.mark.parametrize(("device", "triton"), [("auto", True), ("auto", False), ("cpu", True)])
@@ -439,8 +476,8 @@ def test_engine_that_only_waits_for_a_grammar_says_no_more_than_that_it_lives(mo
         def poll(self, _: int) -> int:
             return 0
 
-    parents = itertools.chain([7] * 1001, itertools.repeat(1))
-    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    orphaned = itertools.chain([False] * 1000, itertools.repeat(True))
+    monkeypatch.setattr(process, "_orphaned", lambda: next(orphaned))
     monkeypatch.setattr(process.time, "monotonic", lambda: next(now) / 400)
     process._loop(Waiting(), Silent(), sent.append)
     assert [type(m) for m in sent[1:]] == [StepOutputs, StepOutputs]  # of 1000 turns in 2.5 s
