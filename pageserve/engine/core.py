@@ -180,9 +180,14 @@ class EngineCore:
         """Return how long masks may hold up the next step: no longer than the device is busy with
         the one before anyway, as far as the last steps tell, so that they cost other rows next to
         nothing; a row whose mask is late runs in a later step. Steps with masks take longer to
-        launch than those between them, so the scarcest of several counts."""
+        launch than those between them, so the scarcest of several counts.
+
+        Where no step runs meanwhile, even a short wait begins with the masks: later they could
+        only begin when the step has run, and if the device is the host, they miss the next, too."""
         spare = max(min(self._slacks) - MASK_MARGIN, MASK_SHARE * self._step_seconds)
-        return min(MASK_TIMEOUT, spare) if spare > WORTH_WAITING else 0.0
+        if self._in_flight and spare <= WORTH_WAITING:
+            return 0.0
+        return min(MASK_TIMEOUT, spare)
 
     def prepare_idle(self) -> bool:
         """Use a moment without work to prepare for later steps; False: nothing is left to do."""
