@@ -423,6 +423,24 @@ def structured(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def cold_start(result: dict[str, Any]) -> str:
+    """What a first start takes, and a later one."""
+    starts = result["starts"]
+    phases = list(starts["cold"]["phases"])
+    out = [
+        f"**Start of the server until it is ready**: {result['model']} shape, {_host(result)}. "
+        f"{_command(result)}. Cold: nothing is in Triton's cache; {len(starts['cold']['kernels'])} "
+        "kernels are compiled. The phases are those of the engine, started alone.",
+        "",
+        _row("seconds", ["server", *phases]),
+        "|---|" + "---|" * (len(phases) + 1),
+    ]
+    for name, start in starts.items():
+        cells = [start["server_seconds"], *(start["phases"].get(p, 0.0) for p in phases)]
+        out.append(_row(name, (f"{c:.1f}" if c >= 0.05 else "" for c in cells)))
+    return "\n".join([*out, ""])
+
+
 def verified_logits() -> str:
     """Logits against transformers, one row per result and type."""
     out = [
@@ -524,7 +542,9 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "prefix": prefix,
     "gpu_prefix": prefix,
     "cpu_structured": structured,
+    "gpu_structured_3b": structured,
     "gpu_structured": structured,
+    "gpu_cold_start": cold_start,
 }
 
 

@@ -30,6 +30,15 @@ def test_a_study_on_a_gpu_names_it_and_its_command(name, table):
     assert "`python benchmarks/x.py --requests 8`" in text
 
 
+def test_cold_start_shows_both_starts_and_their_phases():
+    start = {"server_seconds": 12.34, "phases": {"imports": 4.0, "capture": 0.01}, "kernels": {}}
+    machine = {"gpu": "NVIDIA Test", "torch": "2", "commit": "abc", "command": "python x.py"}
+    starts = {"cold": start, "warm": start | {"phases": {"imports": 3.0}}}
+    text = readme_tables.cold_start({"model": "0.5b", "machine": machine, "starts": starts})
+    assert "| seconds | server | imports | capture |\n|---|---|---|---|\n" in text
+    assert "| cold | 12.3 | 4.0 |  |\n| warm | 12.3 | 3.0 |  |" in text
+
+
 def test_unequal_tokens_are_told_in_16_bits_and_refused_in_float32():
     unequal = {"tokens_equal": False, "equal": {"pageserve": 20, "hf static 24": 19}}
     text = readme_tables.throughput(on_a_gpu("cpu_throughput", **unequal))
