@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import machine, report
+from common import machine, name_of, report
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -179,7 +179,7 @@ def main() -> None:
     report(
         {
             "benchmark": "cold_start",
-            "model": args.model,
+            "model": name_of(args.model),
             "machine": machine(),
             "first_server_seconds": first,
             "starts": starts,

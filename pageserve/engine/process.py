@@ -139,6 +139,8 @@ def _serve(
         config = replace(config, model=replace(config.model, model=path))
 
         def progress(phase: str, done: int, total: int) -> None:
+            if _orphaned():  # a load may take minutes, and nobody waits for it
+                raise InterruptedError("the front-end is gone")
             send(LoadProgress(phase, done, total))
 
         core = EngineCore(config, progress, compiler)

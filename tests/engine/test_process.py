@@ -368,6 +368,21 @@ def test_engine_without_a_parent_leaves_in_the_middle_of_its_work(monkeypatch):
     assert Busy.num_steps == 3
 
 
+def test_engine_whose_parent_dies_while_it_loads_does_not_load_on(monkeypatch):
+    sent, orphaned = [], iter([False, False, True])
+
+    class Loading:
+        def __init__(self, config: EngineConfig, progress: Any, compiler: object) -> None:
+            for done in range(100):
+                progress("loading weights", done, 100)
+
+    monkeypatch.setattr(core, "EngineCore", Loading)
+    monkeypatch.setattr(process, "_orphaned", lambda: next(orphaned))
+    with pytest.raises(InterruptedError, match="front-end is gone"):
+        process._serve(EngineConfig(), ToldToLoad(), sent.append)
+    assert len(sent) == 2
+
+
 @pytest.mark.parametrize("told_to_leave", [False, True])
 def test_engine_whose_parent_never_names_a_model_leaves(told_to_leave, monkeypatch):
     """It has only prepared, as the parent found a mistake in a flag, say, or was killed."""
