@@ -165,6 +165,7 @@ class _Lifecycle:
         scheme = "http" if self.args.ssl_certfile is None else "https"
         host = f"[{host}]" if ":" in host else host  # IPv6
         logger.info("listening on %s://%s:%d", scheme, host, port)
+        self.client.watch()
         serving = asyncio.create_task(self.http.serve(sockets=[self.listener]))
         work = [asyncio.create_task(self._load()), asyncio.create_task(self._log_load())]
         leaving = asyncio.create_task(self.leave.wait())
@@ -175,7 +176,8 @@ class _Lifecycle:
             if work[0].done() and work[0].exception() is None:
                 await asyncio.wait([leaving, died, serving], return_when=first)
             return await self._part(work[0])
-        finally:  # an engine left running would keep this process from ending
+        finally:  # an engine left running would keep this process from ending, and so a download
+            self.leave.set()
             for task in (*work, leaving, died):
                 task.cancel()
             await self.client.stop()

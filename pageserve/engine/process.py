@@ -311,19 +311,25 @@ class ProcessClient:
         )
         _start(self._process)
 
-    async def start(self, path: str | None = None) -> None:
-        """Let the engine load the checkpoint at ``path`` (else the configured one), launched now if
-        it was not before; ``ready`` or ``dead`` is set when loading has ended."""
+    def watch(self) -> None:
+        """Listen to the engine, launched now if it was not before: from now on its death is known,
+        also where finding out what to load takes long."""
         if self._process is None:
             self.launch()
         assert self._process is not None
-        self._send(LoadModel(path or self.config.model.model))
         self._watching = asyncio.create_task(self._watch(self._process))
         # Becomes readable when messages come, and not again before all of them were taken.
         self._output_fd = self._outputs.fileno()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._output_fd, self._read)
         loop.call_soon(self._read)
+
+    async def start(self, path: str | None = None) -> None:
+        """Let the engine load the checkpoint at ``path`` (else the configured one); ``ready`` or
+        ``dead`` is set when loading has ended."""
+        if self._watching is None:
+            self.watch()
+        self._send(LoadModel(path or self.config.model.model))
 
     async def stop(self) -> None:
         """Ask the engine to leave, kill it if it does not; no request may run any more."""

@@ -383,6 +383,30 @@ def test_engine_whose_parent_dies_while_it_loads_does_not_load_on(monkeypatch):
     assert len(sent) == 2
 
 
+def early_death(config, request_address: str, output_address: str) -> None:
+    """An engine that fails before it is told anything."""
+    context = zmq.Context()
+    outputs = context.socket(zmq.PUSH)
+    outputs.connect(output_address)
+    outputs.send(msgspec.msgpack.encode(EngineDead("no such library")))
+    context.destroy(linger=2000)
+
+
+def test_the_death_of_an_engine_that_waits_for_its_model_is_noticed(monkeypatch):
+    """As one that cannot import something, while a checkpoint is downloaded for minutes."""
+    monkeypatch.setattr(process, "run_engine", early_death)
+
+    async def run():
+        client = ProcessClient(config("owner/a-large-model"))
+        client.launch()
+        client.watch()
+        await until(client.stopped.is_set)
+        assert client.dead == "no such library"
+        await client.stop()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("told_to_leave", [False, True])
 def test_engine_whose_parent_never_names_a_model_leaves(told_to_leave, monkeypatch):
     """It has only prepared, as the parent found a mistake in a flag, say, or was killed."""
