@@ -34,10 +34,11 @@ from pageserve.tokenizer import Tokenizer
 from pageserve.worker.model_runner import StepHandle
 from pageserve.worker.worker import Worker
 
-MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks at most, while others may be running
+MASK_TIMEOUT = 0.0005  # seconds that a step waits for masks at most while the device is busy
 WORTH_WAITING = 0.0002  # seconds: in less than that hardly any mask is ready
 MASK_MARGIN = 0.00005  # seconds that a wait for the device has to last to be one
-MASK_SHARE = 0.02  # of a step's time, which may be waited for masks whatever the device does
+MASK_SHARE = 0.02  # of a step's time, which may be waited for masks whatever the device does,
+MASK_SHARE_LIMIT = 0.005  # seconds, at most
 SLACK_STEPS = 6  # the last ones, which tell how long the next step may wait
 IDLE_TIMEOUT = 0.002  # the same if nothing else can run; the caller may have new requests then
 
@@ -184,10 +185,9 @@ class EngineCore:
 
         Where no step runs meanwhile, even a short wait begins with the masks: later they could
         only begin when the step has run, and if the device is the host, they miss the next, too."""
-        spare = max(min(self._slacks) - MASK_MARGIN, MASK_SHARE * self._step_seconds)
-        if self._in_flight and spare <= WORTH_WAITING:
-            return 0.0
-        return min(MASK_TIMEOUT, spare)
+        share = min(MASK_SHARE * self._step_seconds, MASK_SHARE_LIMIT)
+        spare = max(min(min(self._slacks) - MASK_MARGIN, MASK_TIMEOUT), share)
+        return 0.0 if self._in_flight and spare <= WORTH_WAITING else spare
 
     def prepare_idle(self) -> bool:
         """Use a moment without work to prepare for later steps; False: nothing is left to do."""
