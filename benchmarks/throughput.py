@@ -126,17 +126,13 @@ def run_static(model: PreTrainedModel, jobs: list[Job], batch_size: int) -> Run:
     return Run(time.perf_counter() - start, tokens, None, latency, extra)
 
 
+@torch.inference_mode(False)  # the thread of transformers 5.17 knows no mode
 def run_continuous(model: PreTrainedModel, jobs: list[Job], batch_size: int) -> Run:
     """transformers' own continuous batching, with pages and a step budget as in pageserve.
 
     Its start-up is not counted. Raises RuntimeError if its thread ends, a request fails or no token
     comes for PATIENCE seconds.
     """
-    with torch.inference_mode(False):  # the thread of transformers 5.17 knows no mode
-        return _run_continuous(model, jobs, batch_size)
-
-
-def _run_continuous(model: PreTrainedModel, jobs: list[Job], batch_size: int) -> Run:
     tokens = sum(len(j.prompt_token_ids) + j.budget for j in jobs)
     renamed = hasattr(ContinuousBatchingConfig, "page_size")
     page = "page_size" if renamed else "block_size"

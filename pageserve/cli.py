@@ -38,7 +38,7 @@ def serve(argv: Sequence[str]) -> int:
         client.launch()  # first of all: it imports for seconds, and so do we
         from pageserve.api.server import run_server
 
-        return run_server(client, config, server_args)
+        return run_server(client, server_args)
     except ConfigError as error:
         print(f"pageserve serve: {error}", file=sys.stderr)
         return 2

@@ -40,8 +40,9 @@ LOG_EVERY = 5.0  # seconds between two lines about the load
 FAREWELL = 0.5  # seconds for error frames to reach their clients after the engine has died
 
 
-def run_server(client: ProcessClient, config: EngineConfig, args: ServerArgs) -> int:
-    """Serve until a signal or the engine's death and return the process's exit code."""
+def run_server(client: ProcessClient, args: ServerArgs) -> int:
+    """Serve the launched ``client`` until a signal or the engine's death; return the process's exit
+    code. Raises :class:`ConfigError`."""
     console = Console(stderr=True)
     if args.log_format == "json":
         handler: logging.Handler = logging.StreamHandler()
@@ -64,7 +65,7 @@ def run_server(client: ProcessClient, config: EngineConfig, args: ServerArgs) ->
         )
         return 1
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Lifecycle(client, config, args, listener, console).run())
+        return runner.run(_Lifecycle(client, args, listener, console).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -134,13 +135,9 @@ class _Server(uvicorn.Server):
 
 class _Lifecycle:
     def __init__(
-        self,
-        client: ProcessClient,
-        config: EngineConfig,
-        args: ServerArgs,
-        listener: socket.socket,
-        console: Console,
+        self, client: ProcessClient, args: ServerArgs, listener: socket.socket, console: Console
     ) -> None:
+        config = client.config
         override = config.model.override_generation_config
         self.overrides = parse_generation_defaults(override or "{}")
         self.args = args

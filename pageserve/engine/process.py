@@ -154,7 +154,8 @@ def _serve(
 
 
 def _wait_for_model(requests: zmq.Socket[bytes]) -> str | None:
-    """Return the path of the model to load, None if the parent is gone."""
+    """Return the path of the model to load, None if there is nothing to load any more: the parent
+    is gone, or says so."""
     while not requests.poll(IDLE_POLL_MS):
         if _orphaned():
             return None

@@ -7,7 +7,10 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 import zmq
 
 from pageserve import cli
+from pageserve.api import server
 from pageserve.config import CacheArgs, ConfigError, EngineConfig, ModelArgs, SchedulerArgs
 from pageserve.engine import core, process
 from pageserve.engine.client import EngineDeadError, merge
@@ -405,6 +409,26 @@ def test_the_death_of_an_engine_that_waits_for_its_model_is_noticed(monkeypatch)
         await client.stop()
 
     asyncio.run(run())
+
+
+def serve_a_slow_download() -> int:
+    """Serve, where the checkpoint takes a minute to download and the engine dies meanwhile."""
+
+    def download(model: str, progress: Any) -> Path:
+        for done in range(600):
+            progress("downloading", done, 600)
+            time.sleep(0.1)
+        return Path(model)
+
+    process.run_engine = early_death
+    server.resolve_model = download
+    return cli.serve(["--port", "0"])
+
+
+def test_a_download_ends_with_the_engine_it_was_for():
+    code = "import sys, test_process; sys.exit(test_process.serve_a_slow_download())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=50).returncode == 1
 
 
 @pytest.mark.parametrize("told_to_leave", [False, True])
