@@ -35,6 +35,21 @@ class BlockPool:
         """Return the block that holds the contents with this hash, if one does."""
         return self._block_of_hash.get(block_hash)
 
+    def find(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the hashes up to the first that no block has."""
+        block_ids = []
+        get = self._block_of_hash.get
+        for block_hash in block_hashes:
+            block_id = get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_held(self, block_ids: list[int]) -> int:
+        """Return how many of the blocks somebody holds."""
+        return len(block_ids) - list(map(self.ref_counts.__getitem__, block_ids)).count(0)
+
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, the least recently used first; the caller checked they exist."""
         assert count <= self.num_free_blocks, "allocated more blocks than are free"

@@ -11,7 +11,7 @@ nothing of queues or priorities.
 """
 
 from pageserve.core.block_pool import BlockPool
-from pageserve.core.request import NEVER, Request
+from pageserve.core.request import NEVER, HashMemo, Request
 from pageserve.messages import BlockUpdate
 from pageserve.utils import cdiv
 
@@ -27,6 +27,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_table_entries = 0  # over all block tables
+        self._memo = HashMemo()
         self._block_updates: list[BlockUpdate] = []
         self._copy_sources: list[int] = []  # held until the step is complete
         self._cached_this_step: set[int] = set()  # answer look-ups, contents come with the step
@@ -58,17 +59,11 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return []
-        request.extend_block_hashes(self.block_size)
+        request.extend_block_hashes(self.block_size, self._memo)
         block_hashes = request.block_hashes
         if request.misses_prompt_logprobs:
             block_hashes = block_hashes[: request.num_prompt_logprobs // self.block_size]
-        block_ids = []
-        for block_hash in block_hashes:
-            block_id = self.block_pool.get(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+        return self.block_pool.find(block_hashes)
 
     def allocate_prompt(self, request: Request, computed: list[int], headroom: int = 0) -> bool:
         """Give a request without blocks a table for all its known tokens.
@@ -128,8 +123,9 @@ class KVCacheManager:
     def cache_blocks(self, request: Request) -> None:
         """Let the request's full blocks of known, planned tokens answer look-ups.
 
-        Prompt blocks may be offered while their step is only planned, since a step writes all keys
-        and values of a layer before any row reads them. Tokens in flight have no id to hash yet.
+        Prompt blocks may be offered while their step is only planned, since a step with chunks
+        writes all keys and values of a layer before any row reads them (one of decodes alone does
+        not). Tokens in flight have no id to hash yet.
         """
         if not self.enable_prefix_caching:
             return
@@ -217,8 +213,7 @@ class KVCacheManager:
 
     def _num_required_blocks(self, computed: list[int], num_blocks: int) -> int:
         """Return by how much the pool's free blocks would shrink."""
-        ref_counts = self.block_pool.ref_counts
-        return num_blocks - sum(ref_counts[block_id] > 0 for block_id in computed)
+        return num_blocks - self.block_pool.num_held(computed)
 
     def _set_marks(self, request: Request) -> None:
         request.writable_end = len(request.block_ids) * self.block_size

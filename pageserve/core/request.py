@@ -6,14 +6,16 @@ pools or devices.
 """
 
 import enum
+import struct
 import sys
-from array import array
+from collections import OrderedDict
 from hashlib import sha256
 
 from pageserve.core.structured_output import Grammar
 from pageserve.messages import AddRequest, FinishReason, RequestOutput, TokenLogprobs
 
 CORRUPTED_TOKEN = -1  # the worker's sign that the logits held NaN or nothing was left to choose
+TOKEN_BYTES = 4  # of a token id, when it is hashed
 NEVER = sys.maxsize  # a token count that no request reaches
 
 
@@ -140,17 +142,20 @@ class Request:
         wanted = self.sampling_params.prompt_logprobs is not None
         return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
-    def extend_block_hashes(self, block_size: int) -> None:
-        """Bring ``block_hashes`` up to the full blocks of ``token_ids``; only new ones cost."""
+    def extend_block_hashes(self, block_size: int, memo: "HashMemo | None" = None) -> None:
+        """Bring ``block_hashes`` up to the full blocks of ``token_ids``; only new ones cost, and
+        of a whole prompt those that ``memo`` does not know."""
         start, end = len(self.block_hashes), self.num_tokens // block_size
         if start >= end:
             return
+        token_ids = self.token_ids[start * block_size : end * block_size]
+        tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
+        size = block_size * TOKEN_BYTES
         parent = self.block_hashes[-1] if start else root_hash(self.cache_salt)
-        tokens = array("I", self.token_ids[start * block_size : end * block_size]).tobytes()
-        size = block_size * array("I").itemsize
-        for offset in range(0, len(tokens), size):
-            parent = sha256(parent + tokens[offset : offset + size]).digest()
-            self.block_hashes.append(parent)
+        if memo is not None and not start:
+            self.block_hashes = memo.chain(parent, tokens, size)
+        else:
+            extend_chain(self.block_hashes, parent, tokens, size)
 
     def check_stop(self) -> tuple[RequestStatus, int | None] | None:
         """Return (status, stop_reason) if the newest token ends the request, else None."""
@@ -186,6 +191,51 @@ class Request:
             error,
             grammar_ended=grammar_ended,
         )
+
+
+class HashMemo:
+    """The block hashes of prompts that came lately. What a new prompt has in common with the last
+    one that begins with the same block, a system prompt or the turns before, is compared instead of
+    hashed."""
+
+    def __init__(self, max_blocks: int = 1 << 17) -> None:
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
+        # By the hash of the first block: tokens and hashes of a prompt, least recently used first.
+        self._prompts: OrderedDict[bytes, tuple[bytes, list[bytes]]] = OrderedDict()
+
+    def chain(self, root: bytes, tokens: bytes, size: int) -> list[bytes]:
+        """Return the hashes of the blocks of a prompt, one at least, each ``size`` bytes."""
+        first = sha256(root + tokens[:size]).digest()
+        hashes = [first]
+        if (known := self._prompts.pop(first, None)) is not None:
+            self._num_blocks -= len(known[1])
+            hashes = known[1][: _common_blocks(tokens, known[0], size)]
+        extend_chain(hashes, hashes[-1], tokens[len(hashes) * size :], size)
+        self._prompts[first] = tokens, hashes.copy()  # the request goes on with its own
+        self._num_blocks += len(hashes)
+        while self._num_blocks > self._max_blocks:
+            _, (_, forgotten) = self._prompts.popitem(last=False)
+            self._num_blocks -= len(forgotten)
+        return hashes
+
+
+def extend_chain(hashes: list[bytes], parent: bytes, tokens: bytes, size: int) -> None:
+    """Append the hash of each block of ``size`` bytes: of its tokens and all before them."""
+    for offset in range(0, len(tokens), size):
+        parent = sha256(parent + tokens[offset : offset + size]).digest()
+        hashes.append(parent)
+
+
+def _common_blocks(a: bytes, b: bytes, size: int) -> int:
+    low, high = 0, min(len(a), len(b)) // size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low * size : middle * size] == b[low * size : middle * size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def root_hash(cache_salt: str | None) -> bytes:

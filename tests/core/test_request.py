@@ -5,7 +5,7 @@ import time
 import pytest
 from fake_worker import create_request
 
-from pageserve.core.request import Request, RequestStatus, root_hash
+from pageserve.core.request import HashMemo, Request, RequestStatus, root_hash
 
 EOS_IDS = frozenset({0, 1})
 
@@ -94,6 +94,30 @@ def test_hashes_of_a_growing_request_equal_those_computed_at_once() -> None:
         request.num_tokens += 1
         request.extend_block_hashes(4)
     assert request.block_hashes == hashes_of(tokens, 4)
+
+
+def test_a_memo_gives_the_hashes_that_hashing_gives() -> None:
+    memo, first = HashMemo(max_blocks=25), list(range(100, 140))
+    prompts = [
+        (first, None),
+        (first[:23], None),  # shorter than what is known
+        ([*first[:18], *range(50)], None),  # goes another way in the middle of a block
+        (first, "salt"),
+        ([*first, 1, 2, 3], None),
+        ([7] * 40, None),  # a third beginning, for which the memo forgets one
+        ([8] * 120, None),  # more than it keeps
+        ([*first, 4], "salt"),
+        ([1, 2], None),  # not a block
+    ]
+    for tokens, salt in prompts:
+        message = create_request("r", tokens, cache_salt=salt)
+        request = Request(message, arrival=0, seed=0, max_num_tokens=99, eos_token_ids=EOS_IDS)
+        request.extend_block_hashes(4, memo)
+        assert request.block_hashes == hashes_of(tokens, 4, salt)
+        request.token_ids += [5] * 9  # an answer must not get into what is known of prompts
+        request.num_tokens += 9
+        request.extend_block_hashes(4, memo)
+        assert request.block_hashes == hashes_of(request.token_ids, 4, salt)
 
 
 def test_only_new_blocks_are_hashed_and_hashing_is_cheap() -> None:
