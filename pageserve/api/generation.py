@@ -90,7 +90,7 @@ class Generation:
         self._live = set(range(len(requests)))
         self._take: Taker
         self._on_end: Callable[[], None]
-        self._held = False  # whether outputs wait for resume()
+        self._held = True  # whether outputs wait: for start(), then for resume()
         self._waiting: dict[int, RequestOutput] = {}  # by sequence, in the order of their turns
         self._unscored: set[str] = set()  # whose scores were asked for and have not come
         self._ended_by: Exception | TextOutput | None = None
@@ -170,17 +170,9 @@ class Generation:
                 self._metrics.deadlines.inc()
             self._context.client.abort([self._sequences[i].request.request_id for i in self._live])
 
-    def start(self, take: Taker, on_end: Callable[[], None]) -> None:
-        """Run the sequences. ``take(sequence, output)`` gets what is released as it comes, until
-        each has finished; after a False what comes is kept, merged by sequence so that memory stays
-        bounded, until :meth:`resume`. Then, or at the first failure, ``on_end()`` is called once.
-
-        Where prompts are scored, the first output to a prompt is that of its first sequence, which
-        has the scores. Raises :class:`APIError` if the engine or the request is gone already.
-        """
-        if self._failure is not None:
-            raise self._failure
-        self._take, self._on_end = take, on_end
+    def submit(self) -> None:
+        """Hand the sequences to the engine, whose outputs wait for :meth:`start`. Raises
+        :class:`APIError` if the engine is gone already."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         if self._deadline is not None:
             delay = self._deadline - now
@@ -201,6 +193,17 @@ class Generation:
                 client.submit(request, partial(self._put, index))
             except EngineDeadError:
                 raise engine_dead() from None
+
+    def start(self, take: Taker, on_end: Callable[[], None]) -> None:
+        """Let ``take(sequence, output)`` get what is released, as it comes, until each sequence has
+        finished; after a False what comes is kept, merged by sequence so that memory stays bounded,
+        until :meth:`resume`. Then, or at the first failure, ``on_end()`` is called once.
+
+        Where prompts are scored, the first output to a prompt is that of its first sequence, which
+        has the scores.
+        """
+        self._take, self._on_end = take, on_end
+        self.resume()
 
     def resume(self) -> None:
         """Go on after an output was taken with a False."""

@@ -422,6 +422,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with closing(self.generation):
+            # Not in the task, which begins when all other requests that have come are parsed, too.
+            self.generation.submit()
             answering = asyncio.create_task(self.answer(scope, receive, send))
             leaving = asyncio.create_task(_disconnect(receive))
             try:

@@ -8,6 +8,8 @@ import time
 import pytest
 from api_harness import CHAT, CMPL, HI, error_of, events_of
 
+from pageserve.api import completions
+
 
 class Client:
     """One ASGI request whose messages the test sees as they come and that can hang up."""
@@ -399,16 +401,39 @@ def test_bug_inside_a_stream_is_an_error_frame(api, monkeypatch, caplog):
 # --- drain ----------------------------------------------------------------------------------------
 
 
+def test_a_request_is_submitted_before_the_next_one_is_parsed(api, monkeypatch):
+    """Else the engine has nothing to do until the last of a burst is parsed."""
+    done, read = [], completions.read_generation
+
+    async def noted(*args):
+        done.append("parse")
+        return await read(*args)
+
+    monkeypatch.setattr(completions, "read_generation", noted)
+    submit = api.engine.submit
+    monkeypatch.setattr(
+        api.engine, "submit", lambda *args: (done.append("submit"), submit(*args))[1]
+    )
+
+    async def burst():
+        body = {"prompt": [65, 66], "max_tokens": 1}
+        return await asyncio.gather(
+            *(api.send("POST", CMPL, json=body | {"stream": i % 2 == 0}) for i in range(6))
+        )
+
+    assert {response.status_code for response in api.run(burst())} == {200}
+    assert done == ["parse", "submit"] * 6
+
+
 def test_bug_in_one_of_several_sequences_ends_their_request(api, monkeypatch):
     def broken(*_):
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
         patch.setattr("pageserve.api.generation.OutputProcessor", broken)
-        response = api.cmpl(prompt=["a", "b"])
-        assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
-        *_, last = events_of(api.cmpl(prompt=["a", "b"], stream=True).text)
-        assert last["error"]["code"] == "internal_error"
+        for stream in (False, True):
+            response = api.cmpl(prompt=["a", "b"], stream=stream)
+            assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
     api.check_alive()
 
 
