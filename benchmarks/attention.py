@@ -170,7 +170,7 @@ def kept_bytes(backend: AttentionBackend, metadata: AttentionMetadata) -> int:
     a step share."""
     workspace = getattr(backend, "_workspace", None)
     shared = getattr(metadata.plan, "decode", None)
-    kept = [workspace] if shared is None else list(vars(shared).values())
+    kept = [workspace] if shared is None else list(vars(shared.cut).values())
     return sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
 
 

@@ -31,13 +31,14 @@ from pageserve.kernels.linear import (
     library_linear,
     skinny_linear,
 )
-from pageserve.kernels.paged_attention import (
+from pageserve.kernels.paged_decode import (
     num_decode_programs,
     paged_decode,
-    paged_prefill,
+    plan_cascade,
     plan_decode,
     rope_and_paged_decode,
 )
+from pageserve.kernels.paged_prefill import paged_prefill
 from pageserve.kernels.sampling import greedy_sample, logsumexp, sample
 
 DTYPE = torch.bfloat16
@@ -287,8 +288,17 @@ def linear_case(
 # --- a whole step ---------------------------------------------------------------------------------
 
 
-def step_case(name: str, batch: int, context: int, how: str, small: bool = False) -> Work:
-    """A greedy decode step of a model of random weights, input building and feedback included."""
+def step_case(
+    name: str,
+    batch: int,
+    context: int,
+    how: str,
+    common: int = 0,
+    cascades: bool = False,
+    small: bool = False,
+) -> Work:
+    """A greedy decode step of a model of random weights, input building and feedback included. Of
+    each row's ``context`` the first ``common`` tokens are the same blocks."""
     model = MODELS[name]
     num_layers = 1 if small else model.layers
     shapes = linears(model)
@@ -301,6 +311,7 @@ def step_case(name: str, batch: int, context: int, how: str, small: bool = False
     head = randn(VOCAB, model.hidden)
     tokens = [context] * batch
     _, table = pool(model._replace(kv_heads=1, head_dim=1), tokens)
+    table[:, : common // BLOCK_SIZE] = table[0, : common // BLOCK_SIZE]
     shape = (num_layers, 2, table.numel(), model.kv_heads, BLOCK_SIZE, model.head_dim)
     kv_cache = torch.randn(shape, device="cuda", dtype=DTYPE)
     cos_sin = torch.randn(context + 1, model.head_dim, device="cuda")
@@ -328,13 +339,18 @@ def step_case(name: str, batch: int, context: int, how: str, small: bool = False
 
     def run() -> None:
         prepare_decode(rows, token_ids, table, BLOCK_SIZE, buffers)
-        plan = plan_decode(buffers.seq_lens, model.heads, model.kv_heads, model.head_dim, DTYPE)
+        shape = (model.heads, model.kv_heads, model.head_dim, DTYPE)
+        lens, cascade = buffers.seq_lens, None
+        if cascades:
+            cascade = plan_cascade(lens, table, BLOCK_SIZE, *shape, buffers.row_slots)
+        plan = plan_decode(lens, *shape, cascade=cascade)
         hidden = torch.nn.functional.embedding(buffers.input_ids, head)
         store_sampled(rows, greedy_sample(forward(hidden, plan)), token_ids)
 
     num_bytes = 2 * sum(s.n * s.k for key, s in shapes.items() if key != "head") * num_layers
     num_bytes += head.numel() * 2
-    num_bytes += batch * context * model.kv_heads * model.head_dim * 4 * num_layers
+    distinct = common + batch * (context - common)
+    num_bytes += distinct * model.kv_heads * model.head_dim * 4 * num_layers
     return Work(run, 1, num_bytes)
 
 
@@ -432,6 +448,14 @@ def cases(sections: list[str], sweep: bool) -> Iterator[Case]:
             for batch, how in [*ways, (256, "library")]:
                 build = part(step_case, name, batch, 512, how)
                 yield Case("step", f"{name} batch {batch}", how, build)
+    if "cascade" in sections:
+        for name in ("0.5B", "3B", "7B"):
+            for batch in (16, 32, 64, 256):
+                how = "skinny" if batch <= 64 else "library"
+                for variant in ("each row", "cascade"):
+                    cascades = variant == "cascade"
+                    build = part(step_case, name, batch, 2112, how, 2048, cascades)
+                    yield Case("cascade", f"{name} batch {batch}", variant, build)
     if "sampling" in sections:
         for batch in (1, 16, 256):
             for how in ("triton", "torch"):
@@ -508,7 +532,7 @@ def compile_case(case: Case) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = ["decode", "prefill", "linear", "step", "sampling"]
+    names = ["decode", "prefill", "linear", "step", "cascade", "sampling"]
     parser.add_argument("--sections", nargs="+", choices=names, default=names)
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="compilers")

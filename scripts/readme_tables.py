@@ -185,6 +185,27 @@ def kernels(result: dict[str, Any]) -> str:
     return "\n".join([*out, ""])
 
 
+def cascade(result: dict[str, Any]) -> str:
+    """What reading a common prefix once saves of a step."""
+    cells: dict[str, dict[str, float]] = {}
+    for line in result["lines"]:
+        if line["section"] == "cascade":
+            cells.setdefault(line["case"], {})[line["variant"]] = line["us"] / 1e3
+    out = [
+        "**Decode steps whose rows have 2,048 of 2,112 tokens in common**, ms: each row reads "
+        f"them, or a cascade does for a group of rows; {result['machine']['gpu']}, commit "
+        f"{result['machine']['commit']}. `python benchmarks/kernels.py --sections cascade`",
+        "",
+        "| | each row | cascade | |",
+        "|---|---|---|---|",
+    ]
+    for case, ms in cells.items():
+        ratio = ms["cascade"] / ms["each row"]
+        shown = [f"{ms['each row']:.2f}", f"{ms['cascade']:.2f}", f"{ratio:.2f}x"]
+        out.append(_row(case.replace("batch ", "x "), shown))
+    return "\n".join([*out, ""])
+
+
 def capacity(result: dict[str, Any]) -> str:
     """Sequences resident with blocks against reservation."""
     best = str(result["block_size"])
@@ -532,6 +553,7 @@ STUDIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu_http_load": http_load,
     "gpu_against_vllm": against_vllm,
     "gpu_kernels": kernels,
+    "gpu_cascade": cascade,
     "capacity": capacity,
     "fragmentation": fragmentation,
     "policies": policies,

@@ -36,7 +36,8 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """``torch_blockwise`` is the executable specification. ``supports_cuda_graph`` says that steps
     can be run by the worker's graph runner. A backend whose kernels rotate and store keys
-    themselves says so by ``fuses_rope`` and is called by ``rope_and_forward``."""
+    themselves says so by ``fuses_rope`` and is called by ``begin_step``, then in each layer by
+    ``rope_and_forward``."""
 
     supports_cuda_graph: bool
     fuses_rope: bool
@@ -67,6 +68,12 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Causal attention of every row over its blocks; this step's KV is already in the pool.
         Query head h reads KV head ``h // (num_heads // num_kv_heads)``."""
+        ...
+
+    def begin_step(
+        self, metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int
+    ) -> None:
+        """Compute what the layers of a step share; ``kv_cache`` is the pool of any layer."""
         ...
 
     def rope_and_forward(

@@ -23,13 +23,14 @@ from triton.runtime.errors import OutOfResources
 
 from pageserve.attention import AttentionMetadata
 from pageserve.kernels.launch import compiling
-from pageserve.kernels.paged_attention import (
+from pageserve.kernels.paged_decode import (
     DecodePlan,
     paged_decode,
-    paged_prefill,
+    plan_cascade,
     plan_decode,
     rope_and_paged_decode,
 )
+from pageserve.kernels.paged_prefill import paged_prefill
 from pageserve.kernels.rope_cache import rope_and_cache
 from pageserve.messages import ScheduledRow
 from pageserve.utils import cdiv
@@ -53,11 +54,12 @@ class LongRow(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What the layers of a step share; the first layer fills in what it takes the pool to know."""
+    """What the layers of a step share; what it takes the pool to know is filled in later."""
 
     row_slots: torch.Tensor | None  # [num_rows] int32: block_table is a table of slots
     long_rows: Sequence[LongRow] = ()
     prefill_config: PrefillConfig | None = None
+    cascade: bool = False  # decodes: rows may begin with the same blocks, which are read once
     decode: DecodePlan | None = None
     prefill_slots: torch.Tensor | None = None  # row_slots, -1 for long rows
     kv_rows: list[torch.Tensor] = field(default_factory=list)  # per long row, see _square_rows
@@ -84,10 +86,12 @@ class TritonBackend:
         max_seq_len: int,
         row_slots: torch.Tensor | None = None,
         long_rows: Sequence[LongRow] = (),
+        cascade: bool = False,
     ) -> AttentionMetadata:
         """Describe a step. With ``row_slots`` [num_rows], row r's blocks are
         ``block_table[row_slots[r]]``, so the table of all slots serves without a gather;
         ``long_rows`` are left to the library (not in a CUDA graph, which they would be fixed in).
+        ``cascade`` is for steps of decodes only: what consecutive rows have in common is read once.
         """
         config = self.prefill_config if max_query_len > PREFILL_CONFIGS[0][0] else None
         return AttentionMetadata(
@@ -97,7 +101,7 @@ class TritonBackend:
             slot_mapping,
             max_query_len,
             max_seq_len,
-            StepPlan(row_slots, long_rows, config),
+            StepPlan(row_slots, long_rows, config, cascade),
         )
 
     def narrow(self, metadata: AttentionMetadata) -> AttentionMetadata:
@@ -204,6 +208,13 @@ class TritonBackend:
             config=metadata.plan.prefill_config,
         )
 
+    def begin_step(
+        self, metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int
+    ) -> None:
+        """Cut the work of a step of decodes, some kernels ahead of the first that relies on it."""
+        if metadata.max_query_len == 1:
+            self._decode_plan(metadata, kv_cache, num_heads, kv_cache.dtype, None)
+
     def rope_and_forward(
         self,
         qkv: torch.Tensor,
@@ -222,6 +233,7 @@ class TritonBackend:
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         norms = (q_norm_weight, k_norm_weight, eps)
         if metadata.max_query_len == 1:
+            assert metadata.plan.decode is not None, "begin_step comes first"
             return rope_and_paged_decode(
                 qkv,
                 kv_cache,
@@ -229,7 +241,7 @@ class TritonBackend:
                 metadata.seq_lens,
                 cos_sin,
                 scale,
-                self._decode_plan(metadata, kv_cache, num_heads, qkv.dtype, None),
+                metadata.plan.decode,
                 num_heads,
                 metadata.plan.row_slots,
                 *norms,
@@ -302,17 +314,17 @@ class TritonBackend:
         dtype: torch.dtype,
         query_start_loc: torch.Tensor | None,
     ) -> DecodePlan:
-        """Return the cut of the step's decode work, made by the first layer that asks."""
+        """Return the cut of the step's decode work, made by who asks first."""
         step: StepPlan = metadata.plan
         if step.decode is None:
-            step.decode = plan_decode(
-                metadata.seq_lens,
-                num_heads,
-                kv_cache.shape[2],
-                kv_cache.shape[4],
-                dtype,
-                query_start_loc,
-            )
+            num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+            shape = (num_heads, num_kv_heads, head_dim, dtype)
+            cascade = None
+            if step.cascade:
+                cascade = plan_cascade(
+                    metadata.seq_lens, metadata.block_table, block_size, *shape, step.row_slots
+                )
+            step.decode = plan_decode(metadata.seq_lens, *shape, query_start_loc, cascade=cascade)
         return step.decode
 
 

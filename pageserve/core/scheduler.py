@@ -35,6 +35,7 @@ LOOK_AHEAD = 4  # waiting requests tried behind one that does not fit
 MAX_OVERTAKEN = 8  # admissions past a blocked request, after which all wait for it
 SLIVER = 0.25  # a prompt that fits one step is not cut for less than this share of it: the rest
 # would run as a chunk on a context, which costs more than the sliver saves
+COMMON_TOKENS = 128  # rows that begin with as many of the same stand together in a step
 RETRY_STEPS = 8  # steps between attempts of a blocked request while its blocks are not free
 
 _LAST_LIVE = RequestStatus.PREEMPTED
@@ -148,6 +149,9 @@ class Scheduler:
         self._total_scheduled_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
+        self._shares_blocks = False  # whether any request ever began with blocks of another
+        self._ungrouped: list[Request] = []  # the decodes of a step as they came
+        self._group_order: list[int] = []
         self._num_preemptions = 0
 
     # --- requests come and go ---------------------------------------------------------------------
@@ -394,6 +398,7 @@ class Scheduler:
             if self.kv_cache_manager.enable_prefix_caching and not is_fork:
                 self._prefix_cache_queries += request.num_tokens
                 self._prefix_cache_hits += request.num_computed_tokens
+        self._shares_blocks |= is_fork or request.num_computed_tokens > 0
         step.new_requests.append(
             NewRequestData(
                 request.slot,
@@ -412,7 +417,8 @@ class Scheduler:
         num_scheduled = min(missing, step.budget)
         samples = num_scheduled == missing
         row = ScheduledRow(request.slot, computed, num_scheduled, samples)
-        if samples and num_scheduled == 1:
+        is_decode = samples and num_scheduled == 1
+        if is_decode:
             step.decode_rows.append(row)
             step.decode_requests.append(request)
         else:
@@ -427,7 +433,8 @@ class Scheduler:
         request.num_computed_tokens = computed + num_scheduled
         request.num_output_placeholders += samples
         step.budget -= num_scheduled
-        self.kv_cache_manager.cache_blocks(request)
+        if not is_decode:  # a step of decodes writes while it reads: offered when it has run
+            self.kv_cache_manager.cache_blocks(request)
 
     def _seal(self, step: _Step) -> SchedulerOutput | None:
         """Number the step and remember whose tokens it will bring."""
@@ -441,12 +448,25 @@ class Scheduler:
         self.num_scheduled_tokens = num_scheduled
         self._total_scheduled_tokens += num_scheduled
         self._num_computed_tokens += num_scheduled
+        if self._shares_blocks and not step.chunk_rows:
+            self._group_decodes(step)
         self._step_id += 1
         self._in_flight[self._step_id] = step.decode_requests + step.chunk_requests
         if step.scored:
             self._scored[self._step_id] = step.scored
         rows = step.decode_rows + step.chunk_rows
         return SchedulerOutput(self._step_id, step.new_requests, block_updates, rows, step.bitmasks)
+
+    def _group_decodes(self, step: _Step) -> None:
+        """Bring rows that begin with the same blocks together: what neighbours have in common,
+        their attention may read once."""
+        if step.decode_requests != self._ungrouped:  # else in the order of the step before
+            self._ungrouped = step.decode_requests
+            count = max(1, COMMON_TOKENS // self.kv_cache_manager.block_size)
+            blocks = [request.block_ids[:count][-1] for request in self._ungrouped]
+            self._group_order = sorted(range(len(blocks)), key=blocks.__getitem__)
+        step.decode_rows = [step.decode_rows[i] for i in self._group_order]
+        step.decode_requests = [step.decode_requests[i] for i in self._group_order]
 
     # --- absorb a step ----------------------------------------------------------------------------
 

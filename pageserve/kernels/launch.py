@@ -3,7 +3,8 @@
 A kernel launched with ``launch_pdl`` may start while its predecessor still runs. The rule here:
 a kernel reads constants (weights) at will, calls :func:`pdl_wait` before it touches anything else,
 and only then lets its own successor start. So all kernels but the direct predecessor are complete
-when a kernel starts, and all are once it has waited.
+when a kernel starts, and all are once it has waited. What is sure to be older than the predecessor
+may therefore be read before that, too, and written what neither touches (see ``paged_decode.py``).
 """
 
 import functools
@@ -79,6 +80,14 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory a program can have (as on an H200 for the interpreter)."""
+    if device.type != "cuda":
+        return 232448
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def check(condition: bool, message: str) -> None:

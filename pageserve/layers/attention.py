@@ -34,7 +34,9 @@ class AttentionStep:
     ) -> Self:
         """Prepare a step for all layers."""
         inputs = None
-        if not backend.fuses_rope:
+        if backend.fuses_rope:
+            backend.begin_step(metadata, kv_cache[0], num_heads)
+        else:
             inputs = TorchInputs.build(positions, cos_sin, kv_cache, metadata, num_heads)
         return cls(metadata, positions, cos_sin, inputs)
 

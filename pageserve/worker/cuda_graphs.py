@@ -27,6 +27,7 @@ from pageserve.kernels.input_batch import (
     store_sampled,
 )
 from pageserve.kernels.launch import compiling
+from pageserve.kernels.paged_decode import cascade_rows
 from pageserve.kernels.sampling import (
     RepetitionPenalties,
     apply_bitmasks,
@@ -42,6 +43,10 @@ from pageserve.worker.sampling_metadata import token_bits
 STAGES = 3  # host buffers in turn: two steps may be in flight while a third is prepared
 MAX_MIXED_TOKENS = 2048  # beyond this the GPU is busy long enough to launch kernel by kernel
 TILE = 128  # tokens that larger steps are padded to a multiple of
+# A cascade pays on an H200 where rows read as many bytes of keys and values again in a layer, and
+# these are half of all they read: else its launch and its merges take longer than it saves.
+CASCADE_BYTES = 12 << 20
+CASCADE_SHARE = 0.5
 REHEARSAL_TOKENS = SQUARE  # that the pool of a rehearsal holds
 GRAPH_BYTES = 4 << 20  # of a graph itself, beside what its step allocates
 
@@ -62,6 +67,7 @@ class GraphKey(NamedTuple):
     decode: bool  # every row has exactly one token, which samples; False: any mix
     ending: Ending
     masked: bool = False  # some row is under a grammar, and the step applies its mask
+    cascade: bool = False  # what consecutive rows have in common is read once; decode only
 
     @property
     def leaves_logits(self) -> bool:
@@ -134,6 +140,11 @@ class CUDAGraphRunner:
         self._pool: tuple[int, int] | None = None  # memory that all graphs share
         self._wanted: list[GraphKey] = []  # to be captured when there is time
         self._sampling = _SamplingTable(max_num_seqs, vocab_limit, self.device)
+        shape = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+        self._cascade_rows = cascade_rows(*shape, kv_cache.dtype, self.device)
+        self._block_bytes = kv_cache[0, :, 0].nbytes  # of a layer
+        self._compared: list[int] | None = None  # slots last searched for a common prefix
+        self._repeated = 0  # blocks, found by that
 
     def keys(self, ending: Ending) -> list[GraphKey]:
         """Buckets to capture, largest first, so that the smaller ones reuse the memory of the
@@ -165,25 +176,38 @@ class CUDAGraphRunner:
             self._run(keys[0])
             if capturing:
                 graph_bytes = torch.cuda.max_memory_allocated() - before
-                graph_bytes += len(self._variants()) * len(keys) * GRAPH_BYTES
-            for key in keys[1:]:
+                graph_bytes += (len(keys) + len(self._later_keys())) * GRAPH_BYTES
+            for key in keys[1:] + self._cascade_keys(Ending.GREEDY):
                 self._run(key)
             for size in (self.row_sizes[0], self.row_sizes[-1]):
                 self._run(GraphKey(size, size, True, Ending.DRAW))
                 self._run(GraphKey(size, size, True, Ending.GREEDY, masked=True))
         return graph_bytes
 
-    @staticmethod
-    def _variants() -> list[tuple[Ending, bool]]:
-        """Return (ending, masked) of all graphs of a bucket, in the order of capture. Steps that
-        end at their logits are masked by who samples from them."""
-        return [
-            (Ending.GREEDY, False),
-            (Ending.DRAW, False),
-            (Ending.LOGITS, False),
-            (Ending.GREEDY, True),
-            (Ending.DRAW, True),
-        ]
+    def _later_keys(self) -> list[GraphKey]:
+        """Return the buckets of all steps but plain greedy ones, in the order of capture. Steps
+        that end at their logits are masked by who samples from them."""
+        greedy, draw, logits = Ending.GREEDY, Ending.DRAW, Ending.LOGITS
+        later = []
+        for ending, masked in (
+            (greedy, False),
+            (draw, False),
+            (logits, False),
+            (greedy, True),
+            (draw, True),
+        ):
+            keys = self._cascade_keys(ending)
+            if masked or ending is not greedy:
+                keys = self.keys(ending) + keys
+            later += [key._replace(masked=masked) for key in keys]
+        return later
+
+    def _cascade_keys(self, ending: Ending) -> list[GraphKey]:
+        """Buckets of decode steps whose rows begin with the same blocks."""
+        if self._cascade_rows < 2:
+            return []
+        sizes = [n for n in reversed(self.row_sizes) if n > 1]
+        return [GraphKey(n, n, True, ending, cascade=True) for n in sizes]
 
     def _measure(self) -> None:
         num_heads, longest = self.model.config.num_heads, self.max_num_batched_tokens
@@ -202,11 +226,7 @@ class CUDAGraphRunner:
         keys = self.keys(Ending.GREEDY)
         self._pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream()  # one for all: memory is reused within a stream
-        self._wanted = [
-            key._replace(masked=masked)
-            for ending, masked in reversed(self._variants()[1:])
-            for key in reversed(self.keys(ending))
-        ]
+        self._wanted = self._later_keys()[::-1]
         for i, key in enumerate(keys):
             self._capture(key)
             if progress is not None:
@@ -240,9 +260,10 @@ class CUDAGraphRunner:
         return graph
 
     def admit(self, new_requests: Sequence[NewRequestData]) -> None:
-        """Note how requests that enter the table sample."""
+        """Note that requests enter the table, and how they sample."""
         if new_requests:
             self._sampling.put(new_requests)
+            self._compared = None
 
     def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Note tokens that were sampled from the logits of a step, ``token_ids`` [n] of ``slots``
@@ -257,12 +278,23 @@ class CUDAGraphRunner:
         masked = bool(step.bitmasks) and ending is not Ending.LOGITS
         if num_rows == num_tokens == len(slots):
             size = _bucket(self.row_sizes, num_rows)
-            return GraphKey(size, size, True, ending, masked)
+            return GraphKey(size, size, True, ending, masked, self._cascades(slots))
         rows = _bucket(self.mixed_row_sizes, num_rows)
         if num_tokens > self.token_sizes[-1]:
             # Nothing to gain from a graph; whole tiles keep the variety of shapes small.
             return GraphKey(cdiv(num_tokens, TILE) * TILE, rows, False, ending, masked)
         return GraphKey(_bucket(self.token_sizes, num_tokens), rows, False, ending, masked)
+
+    def _cascades(self, slots: list[int]) -> bool:
+        """Whether the rows of these ``slots`` have so much in common that a cascade pays."""
+        if self._cascade_rows < 2:
+            return False
+        if slots != self._compared:  # else as in the step before
+            self._compared = slots
+            self._repeated = self.states.num_repeated_blocks(slots, self._cascade_rows)
+        if self._repeated * self._block_bytes < CASCADE_BYTES:
+            return False
+        return self._repeated >= CASCADE_SHARE * int(self.states.num_blocks[slots].sum())
 
     def replay(self, key: GraphKey, step: SchedulerOutput) -> torch.Tensor:
         """Launch a step. Returns one entry per row, whether it samples or not: the sampled ids,
@@ -367,6 +399,7 @@ class CUDAGraphRunner:
             self.states.max_model_len,
             row_slots=row_slots,
             long_rows=long_rows,
+            cascade=key.cascade,
         )
         hidden = self.model(input_ids, positions, self.kv_cache, metadata, last_only=True)
         logits = self.model.compute_logits(hidden)[:, : self.vocab_limit]

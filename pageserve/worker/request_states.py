@@ -15,6 +15,9 @@ from pageserve.sampling_params import SamplingParams
 from pageserve.utils import cdiv
 from pageserve.worker.sampling_metadata import RowSampling, token_bits
 
+COMPARED_BLOCKS = 512  # at the beginning of a table, when rows are searched for a common prefix
+COMMON_TOKENS = 128  # less than a tile of a cascade is not worth a search
+
 
 class RequestStates:
     """Token ids, block tables and sampling parameters of up to ``max_num_seqs`` requests."""
@@ -40,6 +43,10 @@ class RequestStates:
             max_num_seqs, self.max_blocks, dtype=torch.int32, device=device
         )
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        # What requests entered with, where only those can have blocks in common; -1 behind it.
+        self.first_blocks = np.full(
+            (max_num_seqs, min(self.max_blocks, COMPARED_BLOCKS)), -1, dtype=np.int32
+        )
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling: list[NewRequestData | None] = [None] * max_num_seqs
         self.allowed: dict[int, np.ndarray] = {}  # slots with an allow-list → its bitmask
@@ -47,10 +54,12 @@ class RequestStates:
 
     def apply(self, step: SchedulerOutput, kv_cache: torch.Tensor) -> None:
         """Bring the table up to date: new requests, copy-on-write, appended blocks."""
-        tokens, blocks = _Scatter(self.token_ids), _Scatter(self.block_table)
         for new in step.new_requests:
-            tokens.put(new.slot, 0, new.token_ids)
-            blocks.put(new.slot, 0, new.block_ids)
+            self._fill(self.token_ids, new.slot, new.token_ids)
+            self._fill(self.block_table, new.slot, new.block_ids)
+            first = new.block_ids[: self.first_blocks.shape[1]]
+            self.first_blocks[new.slot, : len(first)] = first
+            self.first_blocks[new.slot, len(first) :] = -1
             self.num_blocks[new.slot] = len(new.block_ids)
             self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
             self.sampling[new.slot] = new
@@ -62,18 +71,45 @@ class RequestStates:
                 self.scoring_slots.add(new.slot)
             else:
                 self.scoring_slots.discard(new.slot)
+        blocks = _Scatter(self.block_table)
         for update in step.block_updates:
             blocks.put(update.slot, update.index, [update.dst_block_id])
+            if update.index < self.first_blocks.shape[1]:
+                self.first_blocks[update.slot, update.index] = update.dst_block_id
         for row in step.rows:
             if row.new_block_ids:
                 blocks.put(row.slot, int(self.num_blocks[row.slot]), row.new_block_ids)
                 self.num_blocks[row.slot] += len(row.new_block_ids)
-        tokens.flush()
         blocks.flush()
         if step.block_updates:
             pairs = [(u.src_block_id, u.dst_block_id) for u in step.block_updates]
             src, dst = to_device(torch.tensor(pairs).t().contiguous(), self.device)
             kv_cache[:, :, dst] = kv_cache[:, :, src]
+
+    def _fill(self, table: torch.Tensor, slot: int, values: list[int]) -> None:
+        row = torch.from_numpy(np.array(values, dtype=np.int32))
+        if self.device.type == "cuda":
+            row = row.pin_memory()
+        table[slot, : len(values)].copy_(row, non_blocking=True)
+
+    def num_repeated_blocks(self, slots: list[int], group_rows: int) -> int:
+        """Return how many blocks are read again, when each row reads its own, in groups of
+        ``group_rows`` consecutive ``slots``: those that a whole group begins with, COMMON_TOKENS
+        and more, times its rows but one."""
+        column = max(0, COMMON_TOKENS // self.block_size - 1)
+        if column >= self.first_blocks.shape[1]:
+            return 0
+        last = np.full(cdiv(len(slots), group_rows) * group_rows, slots[-1])
+        last[: len(slots)] = slots
+        ids = self.first_blocks[last, column].reshape(-1, group_rows)
+        repeated = 0
+        for group in np.flatnonzero((ids == ids[:, :1]).all(1) & (ids[:, 0] >= 0)):
+            start = int(group) * group_rows
+            tables = self.first_blocks[slots[start : start + group_rows]]
+            differs = (tables != tables[0]).any(0) | (tables[0] < 0)
+            common = int(differs.argmax()) if differs.any() else len(differs)
+            repeated += common * (len(tables) - 1)
+        return repeated
 
     def sampling_params(self, slot: int) -> SamplingParams:
         """The parameters of the request in ``slot``."""

@@ -163,12 +163,13 @@ def test_a_directory_and_16_bits_are_taken_too(tiny_checkpoint):
 
 def test_scratch_that_outlives_a_call_is_counted():
     from pageserve.attention.triton import StepPlan
-    from pageserve.kernels.paged_attention import DecodePlan
+    from pageserve.kernels.paged_decode import Cut, DecodePlan
 
     tile = attention.TorchBlockwiseBackend(4, 2, 16, 16, torch.float32, tile_tokens=16)
     inputs = (torch.tensor([0, 1]), torch.tensor([5]), torch.tensor([[0]]), torch.empty(0), 1, 5)
     assert attention.kept_bytes(tile, tile.build_metadata(*inputs)) == 2 * 16 * 2 * 16 * 4
-    plan = StepPlan(None, decode=DecodePlan(*torch.zeros(5, 7, dtype=torch.int32), block_n=32))
+    cut = Cut(*torch.zeros(5, 7, dtype=torch.int32), block_n=32)
+    plan = StepPlan(None, decode=DecodePlan(cut))
     metadata = attention.AttentionMetadata(*inputs, plan=plan)
     assert attention.kept_bytes(object(), metadata) == 5 * 7 * 4
 

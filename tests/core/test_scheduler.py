@@ -15,7 +15,7 @@ from fake_worker import (
 
 from pageserve.core.policy import POLICIES
 from pageserve.core.request import RequestStatus
-from pageserve.core.scheduler import LOOK_AHEAD, MAX_OVERTAKEN
+from pageserve.core.scheduler import COMMON_TOKENS, LOOK_AHEAD, MAX_OVERTAKEN
 from pageserve.messages import ModelRunnerOutput, SchedulerOutput
 
 
@@ -386,6 +386,41 @@ def test_cached_tokens_are_reported_on_the_first_output() -> None:
     assert driver.first["a"].num_cached_tokens == 0
     stats = driver.scheduler.stats()
     assert (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) == (18, 8)
+
+
+def test_rows_with_a_common_prefix_stand_together() -> None:
+    first, second = (list(range(n, n + COMMON_TOKENS)) for n in (1000, 2000))
+    prompts = {"a": [*first, 1], "b": [*second, 2], "c": 40, "d": [*first, 3], "e": [*second, 4]}
+    options = {"num_blocks": 128, "max_num_batched_tokens": 1024, "max_num_seqs": 8}
+    driver = Driver(create_scheduler(**options))
+    for name, prompt in prompts.items():
+        driver.add(create_request(name, prompt))
+    driver.run()
+    slots = [row.slot for row in driver.steps[1].rows]
+    assert sorted(slots) == [0, 1, 2, 3, 4]
+    places = dict(zip("abcde", map(slots.index, range(5)), strict=True))
+    assert abs(places["a"] - places["d"]) == abs(places["b"] - places["e"]) == 1
+    driver.check_tokens()
+
+
+def test_no_decode_reads_what_another_one_writes() -> None:
+    """A step of decodes alone writes keys and values while it reads those of other rows."""
+    options = {"block_size": 1, "num_blocks": 256, "max_num_batched_tokens": 64}
+    driver = Driver(create_scheduler(**options))
+    prompt = list(range(100, 120))
+    driver.add(create_request("first", prompt[:-1], max_tokens=1))
+    driver.run()
+    for name, tokens in (("a", prompt), ("b", [*prompt, 1]), ("c", [*prompt, 2])):
+        driver.add(create_request(name, tokens))
+    driver.run()
+    for step in driver.steps:
+        tables = {new.slot: new.block_ids for new in step.new_requests}
+        written = {tables[r.slot][r.num_computed_tokens] for r in step.rows if r.slot in tables}
+        if all(r.num_scheduled_tokens == 1 for r in step.rows):
+            for r in step.rows:
+                read = tables.get(r.slot, [])[: r.num_computed_tokens]
+                assert not written & set(read)
+    driver.check_tokens()
 
 
 def test_forks_do_not_count_as_prefix_cache_hits() -> None:

@@ -98,6 +98,41 @@ def test_long_chunks_through_the_library(tiny_checkpoint, monkeypatch):
     assert any(row.start > 0 for row in rows)
 
 
+def test_rows_with_a_common_prefix_equal_the_torch_path(tiny_checkpoint, monkeypatch):
+    """A group of rows that has much in common beside one that has not; greedy rows, drawing ones
+    and rows with log probabilities."""
+    pytest.importorskip("triton")
+    from pageserve.kernels import paged_decode
+    from pageserve.worker import cuda_graphs, request_states
+
+    monkeypatch.setattr(paged_decode, "MAX_WIDTH", 16)  # groups of four rows
+    monkeypatch.setattr(cuda_graphs, "CASCADE_BYTES", 1)
+    monkeypatch.setattr(cuda_graphs, "CASCADE_SHARE", 0.1)
+    monkeypatch.setattr(request_states, "COMMON_TOKENS", 32)
+    keys, key_for = set(), cuda_graphs.CUDAGraphRunner.key_for
+
+    def noted(self, step):
+        keys.add(key := key_for(self, step))
+        return key
+
+    monkeypatch.setattr(cuda_graphs.CUDAGraphRunner, "key_for", noted)
+    rng = random.Random(5)
+    first, second = ([rng.randrange(3, 200) for _ in range(44)] for _ in range(2))
+    prompts = [[7], [*second, 5]]
+    prompts += [first + [rng.randrange(3, 200) for _ in range(1 + i % 3)] for i in range(9)]
+    common = {"max_tokens": 3, "ignore_eos": True}
+    path, greedy = tiny_checkpoint("qwen2", head_dim=16), SamplingParams(temperature=0, **common)
+    drawing = SamplingParams(temperature=1.0, seed=7, **common)
+    logprobs = SamplingParams(temperature=0, logprobs=2, **common)
+    options = {"num_kv_blocks": 128, "max_num_seqs": 12}
+    for params in (greedy, drawing, logprobs):
+        cpu = {"device": "cpu", "attention_backend": "torch_blockwise"}
+        expected = run(path, prompts, params, **cpu, **options)
+        triton = {"attention_backend": "triton", "max_steps_in_flight": 2}
+        assert run(path, prompts, params, **triton, **options) == expected
+    assert {key.ending.value for key in keys if key.cascade} == {"greedy", "draw", "logits"}
+
+
 def test_draws_and_special_rows_equal_the_torch_path(tiny_checkpoint):
     """Greedy, drawing, filtered, penalised and logprob rows in one batch: the graph's sampler, the
     eager one and the PyTorch one agree on every token."""
