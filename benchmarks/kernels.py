@@ -33,7 +33,6 @@ from pageserve.kernels.linear import (
 )
 from pageserve.kernels.paged_decode import (
     num_decode_programs,
-    paged_decode,
     plan_cascade,
     plan_decode,
     rope_and_paged_decode,
@@ -171,14 +170,16 @@ def decode_case(
     per_sm: int | None = None,
     small: bool = False,
 ) -> Work:
-    """One layer's decode attention."""
+    """One layer's decode attention, as it runs in a step: rotation and KV write included."""
     model = MODELS[name]
     tokens = [64] * 4 if small else DECODES[lens]
     num_bytes = sum(tokens) * model.kv_heads * model.head_dim * 4
     pools = [pool(model, tokens) for _ in range(copies(num_bytes, small))]
     seq_lens = torch.tensor(tokens, dtype=torch.int32, device="cuda")
-    query = randn(len(tokens), model.heads, model.head_dim)
-    programs = per_sm and num_decode_programs(query.device, model.kv_heads, per_sm)
+    qkv = randn(len(tokens), (model.heads + 2 * model.kv_heads) * model.head_dim)
+    cos_sin = torch.randn(max(tokens), model.head_dim, device="cuda")
+    slots = torch.arange(len(tokens), dtype=torch.int32, device="cuda")
+    programs = per_sm and num_decode_programs(qkv.device, model.kv_heads, per_sm)
     plan = plan_decode(
         seq_lens, model.heads, model.kv_heads, model.head_dim, DTYPE,
         num_programs=programs, block_n=block_n,
@@ -186,9 +187,10 @@ def decode_case(
 
     def run() -> None:
         for kv_cache, table in pools:
-            paged_decode(
-                query, kv_cache, table, seq_lens, 0.1, plan, num_warps=warps, num_stages=stages
-            )
+            rope_and_paged_decode(
+                qkv, kv_cache, table, seq_lens, cos_sin, 0.1, plan, model.heads, slots,
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
 
     return Work(run, len(pools), num_bytes)
 

@@ -390,13 +390,14 @@ def _merge_parts(
 
 @triton.jit
 def _rotated(
-    x_ptr,  # [rows, HEAD_DIM], for all heads or [N, 1] for each
-    angles_ptr,  # [HEAD_DIM] float32, cos | sin of the position, likewise
+    x_ptr,  # [rows, HEAD_DIM]; if MANY [N, 1] of these, one for each head
+    angles_ptr,  # [HEAD_DIM] float32, cos | sin of the position; if MANY likewise
     norm_ptr,  # [HEAD_DIM]
     rows,  # [N]
     mask,  # [N, D_PAD]
     eps,
     NORM: tl.constexpr,
+    MANY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
@@ -407,10 +408,14 @@ def _rotated(
     x_ptr += rows[:, None] * HEAD_DIM
     x = tl.load(x_ptr + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
     pair = tl.load(x_ptr + other[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-    angle = tl.where(d < HALF, d, d - HALF)[None, :]
-    angle_mask = (d < HEAD_DIM)[None, :]
-    cos = tl.load(angles_ptr + angle, mask=angle_mask, other=0.0)
-    sin = tl.load(angles_ptr + HALF + angle, mask=angle_mask, other=0.0)
+    angle = tl.where(d < HALF, d, d - HALF)
+    if MANY:
+        angle_mask = (d < HEAD_DIM)[None, :]
+        cos = tl.load(angles_ptr + angle[None, :], mask=angle_mask, other=0.0)
+        sin = tl.load(angles_ptr + HALF + angle[None, :], mask=angle_mask, other=0.0)
+    else:  # not the same with one row: that takes more registers than four programs can have
+        cos = tl.load(angles_ptr + angle, mask=d < HEAD_DIM, other=0.0)[None, :]
+        sin = tl.load(angles_ptr + HALF + angle, mask=d < HEAD_DIM, other=0.0)[None, :]
     sin = tl.where((d < HALF)[None, :], -sin, sin)
     dtype = x.dtype
     x = x.to(tl.float32)
@@ -536,15 +541,16 @@ def _decode_kernel(
             angles = cos_sin_ptr + last.to(tl.int64) * HEAD_DIM
             query = _rotated(
                 query_row, angles, q_norm_ptr, kv_head * GROUP + m, head_mask, eps,
-                NORM, HEAD_DIM, D_PAD,
+                NORM, False, HEAD_DIM, D_PAD,
             )  # fmt: skip
             if stop == row_end:  # the program that reads the new token's tile writes it first
                 one = tl.arange(0, 1)
                 new_mask = (seq_len > one)[:, None] & (d < HEAD_DIM)[None, :]
                 k_row = NUM_KV_HEADS * GROUP + kv_head + one
                 new_key = _rotated(
-                    query_row, angles, k_norm_ptr, k_row, new_mask, eps, NORM, HEAD_DIM, D_PAD
-                )
+                    query_row, angles, k_norm_ptr, k_row, new_mask, eps,
+                    NORM, False, HEAD_DIM, D_PAD,
+                )  # fmt: skip
                 v_row = (k_row + NUM_KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
                 new_value = tl.load(
                     query_row + v_row, mask=new_mask, other=0.0, cache_modifier=".cg"
@@ -734,7 +740,7 @@ def _cascade_kernel(
                 last = tl.maximum(seq_len - 1, 0).to(tl.int64)
                 angles = cos_sin_ptr + last[:, None] * HEAD_DIM
                 query = _rotated(
-                    query_row, angles, q_norm_ptr, head, mask, eps, NORM, HEAD_DIM, D_PAD
+                    query_row, angles, q_norm_ptr, head, mask, eps, NORM, True, HEAD_DIM, D_PAD
                 )
             else:
                 query = tl.load(query_row + head[:, None] * HEAD_DIM + d[None, :], mask, other=0.0)
@@ -768,8 +774,6 @@ def paged_decode(
     row_slots: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
 ) -> torch.Tensor:
     """Return the attention [T, Hq, D] of every row's single ``query`` token over its KV.
 
@@ -785,9 +789,8 @@ def paged_decode(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch_decode(
-        query, kv_cache, block_table, seq_lens, scale, plan, row_slots, query_start_loc, out,
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+        query, kv_cache, block_table, seq_lens, scale, plan, row_slots, query_start_loc, out
+    )
     return out
 
 
@@ -804,6 +807,8 @@ def rope_and_paged_decode(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
 ) -> torch.Tensor:
     """Return :func:`paged_decode` [R, Hq, D] of ``qkv`` [R, (Hq + 2 Hkv) * D], in one launch with
     :func:`rope_and_cache` before it.
@@ -823,7 +828,7 @@ def rope_and_paged_decode(
     out = torch.empty(rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _launch_decode(
         qkv, kv_cache, block_table, seq_lens, scale, plan, row_slots, None, out,
-        cos_sin, q_norm_weight, k_norm_weight, eps,
+        cos_sin, q_norm_weight, k_norm_weight, eps, num_warps, num_stages,
     )  # fmt: skip
     return out
 
