@@ -125,8 +125,8 @@ def gpu_served(result: dict[str, Any]) -> str:
     out = [
         "**Served over HTTP on the same GPU**, streaming, greedy, token-id prompts; single: 512 in "
         "/ 256 out, chat: log-normal, mean 272 in / 205 out, prefix: 2048 shared + 64 in / 64 out. "
-        "`chat` and `prefix` are a server's first run of their prompts (but for 64 of 256 of "
-        "`prefix`); a second one finds them in the prefix cache.",
+        "`chat` and `prefix` are a server's first run of their prompts; a second one finds them in "
+        "the prefix cache.",
         "",
         "| model | workload | streams | tokens/s | TTFT p50/p99 ms | TPOT ms | errors | commit |",
         "|---|---|---|---|---|---|---|---|",
