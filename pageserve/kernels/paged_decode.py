@@ -525,6 +525,7 @@ def _decode_kernel(
         tile_start_ptr, seq_lens_ptr, query_start_loc_ptr, row_slots_ptr, common_lens_ptr, row, R,
         HAS_SLOTS, MIXED, GROUP_ROWS,
     )  # fmt: skip
+    # Behind a cascade, all this reads is older than that: it waits only before it merges.
     if ROPE and GROUP_ROWS == 0:
         pdl_wait(PDL)
     while tile < end:

@@ -479,8 +479,13 @@ def test_interrupt_while_the_engine_is_launched(monkeypatch):
     real = spawn.start
     directories = set(Path(tempfile.gettempdir()).glob("pageserve-*"))
     monkeypatch.setattr(spawn, "start", start_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        cli.serve([])
+    # Which is not there where a shell has started the tests in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cli.serve([])
+    finally:
+        signal.signal(signal.SIGINT, before)
     (engine,) = launched
     engine.join(10)
     assert engine.exitcode == -signal.SIGKILL

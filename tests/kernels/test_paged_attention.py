@@ -135,9 +135,11 @@ def cascaded_batch(heads, block_size, head_dim, dtype, device) -> tuple[PagedBat
     return batch, [300 // block_size * block_size, 160 // block_size * block_size, 0, 0]
 
 
-@pytest.mark.parametrize("heads", [(16, 1), (14, 2), (64, 2)])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-@pytest.mark.parametrize("head_dim,dtype", [(64, torch.float32), (128, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [((16, 1), 64, torch.float32), ((14, 2), 128, torch.bfloat16), ((64, 2), 64, torch.bfloat16)],
+)
 def test_a_cascade_reads_common_blocks_once(heads, block_size, head_dim, dtype, device):
     batch, common = cascaded_batch(heads, block_size, head_dim, dtype, device)
     cascade = plan_common(batch)
