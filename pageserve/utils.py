@@ -1,5 +1,7 @@
 """Small helpers that several packages share."""
 
+COMMON_TOKENS = 128  # fewer in common are not worth reading once for several rows
+
 
 def cdiv(a: int, b: int) -> int:
     """Return ``a / b`` rounded up, for non-negative ``a`` and positive ``b``."""

@@ -30,12 +30,12 @@ from pageserve.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
+from pageserve.utils import COMMON_TOKENS
 
 LOOK_AHEAD = 4  # waiting requests tried behind one that does not fit
 MAX_OVERTAKEN = 8  # admissions past a blocked request, after which all wait for it
 SLIVER = 0.25  # a prompt that fits one step is not cut for less than this share of it: the rest
 # would run as a chunk on a context, which costs more than the sliver saves
-COMMON_TOKENS = 128  # rows that begin with as many of the same stand together in a step
 RETRY_STEPS = 8  # steps between attempts of a blocked request while its blocks are not free
 
 _LAST_LIVE = RequestStatus.PREEMPTED

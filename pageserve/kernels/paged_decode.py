@@ -36,6 +36,15 @@ UNROLL = tl.constexpr(8)  # parts of a row whose loads are under way together
 MAX_WIDTH = 64  # queries of a group of rows, which are one tile
 
 
+class DecodeConfig(NamedTuple):
+    """How a decode is cut and compiled."""
+
+    block_n: int  # tokens per tile
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs per multiprocessor
+
+
 @dataclass(frozen=True)
 class Cut:
     """A line of tiles cut into programs, and the scratch these share. P programs per KV head, R
@@ -58,6 +67,7 @@ class Cascade:
     group_rows: int
     common_lens: torch.Tensor  # [groups] int32, tokens that all rows of a group share
     cut: Cut
+    config: DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -66,15 +76,6 @@ class DecodePlan:
 
     cut: Cut
     cascade: Cascade | None = None
-
-
-class DecodeConfig(NamedTuple):
-    """How a decode is cut and compiled."""
-
-    block_n: int  # tokens per tile
-    num_warps: int
-    num_stages: int
-    per_sm: int  # programs per multiprocessor
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
@@ -340,7 +341,7 @@ def plan_cascade(
         common_lens, width, num_kv_heads, head_dim, programs, config.block_n,
         min_tiles=2 if rows <= 32 else 4,  # each part is merged once a row; from a sweep
     )  # fmt: skip
-    return Cascade(group_rows, common_lens, cut)
+    return Cascade(group_rows, common_lens, cut, config)
 
 
 @triton.jit
@@ -871,8 +872,6 @@ def _launch_decode(
         **pdl_options(query.device),
     }
     if cascade is not None:
-        cascade_tile = cascade_config(head_dim, query.dtype, query.device)
-        assert cascade_tile is not None, "there is a plan"
         launch(
             _cascade_kernel,
             (cascade.cut.first_row.shape[0], num_kv_heads),
@@ -896,8 +895,8 @@ def _launch_decode(
             kv_cache.stride(1),
             block_table.stride(0),
             BLOCK_N=cascade.cut.block_n,
-            num_warps=cascade_tile.num_warps,
-            num_stages=cascade_tile.num_stages,
+            num_warps=cascade.config.num_warps,
+            num_stages=cascade.config.num_stages,
             **shape,
         )
     launch(

@@ -12,11 +12,10 @@ import torch
 
 from pageserve.messages import NewRequestData, SchedulerOutput
 from pageserve.sampling_params import SamplingParams
-from pageserve.utils import cdiv
+from pageserve.utils import COMMON_TOKENS, cdiv
 from pageserve.worker.sampling_metadata import RowSampling, token_bits
 
 COMPARED_BLOCKS = 512  # at the beginning of a table, when rows are searched for a common prefix
-COMMON_TOKENS = 128  # less than a tile of a cascade is not worth a search
 
 
 class RequestStates:

@@ -15,8 +15,9 @@ from fake_worker import (
 
 from pageserve.core.policy import POLICIES
 from pageserve.core.request import RequestStatus
-from pageserve.core.scheduler import COMMON_TOKENS, LOOK_AHEAD, MAX_OVERTAKEN
+from pageserve.core.scheduler import LOOK_AHEAD, MAX_OVERTAKEN
 from pageserve.messages import ModelRunnerOutput, SchedulerOutput
+from pageserve.utils import COMMON_TOKENS
 
 
 def spans(step: SchedulerOutput | None) -> list[tuple[int, int, int]]:
